@@ -1,0 +1,51 @@
+# What a person types. `make help` lists it.
+VENV ?= .venv
+PORT ?= 30000
+TP ?= 1
+# A name given without its draft serves that model unspeculated; only the default model has a default draft.
+MODEL ?= test/models/tiny-kimi
+DRAFT ?= $(if $(filter test/models/tiny-kimi,$(MODEL)),test/models/tiny-kimi-eagle3)
+ARGS ?=
+
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+# Where this is set, every process compiles each import anew and starts several times slower.
+unexport PYTHONDONTWRITEBYTECODE
+export PYTHONUNBUFFERED = 1
+
+.PHONY: help setup serve stop test unit lint format
+.DEFAULT_GOAL := help
+
+help:
+	@echo 'make serve                      set up, then serve the bundled model with its EAGLE-3 draft on port 30000'
+	@echo 'make serve MODEL=.. DRAFT=.. TP=8 PORT=.. ARGS=".."   the same for a real model'
+	@echo 'make stop PORT=..               end the server on that port and its children'
+	@echo 'make test | unit | lint | format                      checks: all, unit tests only, ruff and mypy, fix format'
+
+setup: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml scripts/setup.sh
+	@scripts/setup.sh $(VENV)
+	@touch $@
+
+serve: $(INSTALLED)
+	@exec $(BIN)/python -m sglang_patches.serve --model '$(MODEL)' --draft '$(DRAFT)' --tp $(TP) --port $(PORT) -- $(ARGS)
+
+stop: $(INSTALLED)
+	@$(BIN)/sglang-patches stop --port $(PORT)
+
+test: lint
+	$(BIN)/python -m pytest
+
+unit: $(INSTALLED)
+	$(BIN)/python -m pytest --ignore test/e2e
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy python $(wildcard benchmark) test
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .

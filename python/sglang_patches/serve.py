@@ -1,0 +1,200 @@
+"""Starts upstream's server with arguments that suit this machine and says when it is ready.
+
+Behind ``make serve``. The process becomes ``python -m sglang.launch_server`` (by ``exec``, so signals reach it);
+a small detached watcher waits for readiness and prints a request to try.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import json
+import os
+import re
+import select
+import shlex
+import socket
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+# EAGLE-3 chain: the settings at which accept lengths of Kimi-K2.5 drafts are published.
+_EAGLE3_ARGS = ["--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"]
+_CPU_ARGS = [
+    "--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch",
+    "--dtype", "float32", "--max-total-tokens", "16384",
+]  # fmt: skip
+_CPU_ENV = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    # One thread: a small model's matrices are too small to split, and scheduler, detokenizer and HTTP need the rest.
+    "OMP_NUM_THREADS": "1",
+    # Compiling small elementwise helpers on CPU costs seconds in the first requests and gains nothing.
+    "TORCHDYNAMO_DISABLE": "1",
+}
+
+
+@dataclass
+class Launch:
+    """What is to be executed: command line, environment, and remarks for the person who started it."""
+
+    argv: list[str]
+    env: dict[str, str]
+    name: str
+    notes: list[str] = field(default_factory=list)
+
+
+def cuda_driver_present() -> bool:
+    """Whether a CUDA driver loads and reports at least one device."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    count = ctypes.c_int(0)
+    return driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
+
+
+def _model_config(model: str) -> dict[str, object] | None:
+    """The checkpoint's ``config.json``; None for a hub name. A local path without one is an error."""
+    path = Path(model)
+    if (path / "config.json").is_file():
+        return json.loads((path / "config.json").read_text())
+    if path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
+        raise SystemExit(
+            f"serve: {model} holds no config.json, so it is no checkpoint; give MODEL= and DRAFT= the folder of a "
+            "downloaded model or a hub name like owner/model"
+        )
+    return None
+
+
+def plan(
+    model: str,
+    draft: str,
+    tp: int,
+    port: int,
+    extra: Sequence[str],
+    *,
+    cuda: bool,
+    environ: Mapping[str, str],
+) -> Launch:
+    """Choose the server's arguments and environment.
+
+    ``model`` and ``draft`` are folders or hub names (``draft`` may be empty: no speculation); ``extra`` goes last, so
+    it overrides what is chosen here. Variables that ``environ`` already sets are kept.
+    Raises SystemExit with a remedy when a folder is no checkpoint.
+    """
+    if any(arg == "--port" or arg.startswith("--port=") for arg in extra):
+        raise SystemExit("serve: --port in ARGS would contradict PORT; give PORT= instead")
+    config = _model_config(model)
+    name = Path(model).name
+    argv = [sys.executable, "-m", "sglang.launch_server", "--model-path", model, "--served-model-name", name]
+    argv += ["--port", str(port), "--tp-size", str(tp), "--enable-metrics", "--sleep-on-idle"]
+    env = {key: value for key, value in environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
+    notes: list[str] = []
+    if config is None or "auto_map" in config:
+        argv.append("--trust-remote-code")
+        notes.append(f"--trust-remote-code is passed: {model} brings (or may bring) Python code of its own")
+    if (config and config.get("model_type") == "kimi_k25" and "auto_map" in config) or re.search(r"(?i)kimi-k2", name):
+        argv += ["--tool-call-parser", "kimi_k2", "--reasoning-parser", "kimi_k2"]
+    if draft:
+        _model_config(draft)
+        argv += ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", draft, *_EAGLE3_ARGS]
+    else:
+        notes.append("no draft model (DRAFT=): serving without speculative decoding")
+    if cuda:
+        notes.append("CUDA device found")
+    else:
+        argv += _CPU_ARGS
+        env = {**_CPU_ENV, **env}
+        notes.append("no CUDA device: serving on the CPU in float32, which suits small models only")
+    argv += extra
+    if "--served-model-name" in extra:
+        name = extra[list(extra).index("--served-model-name") + 1]
+    return Launch(argv, env, name, notes)
+
+
+def _port_is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def try_line(port: int, name: str) -> str:
+    """A shell command that asks the server on ``port`` for a chat completion."""
+    body = {"model": name, "messages": [{"role": "user", "content": "Tell me a story."}], "max_tokens": 64}
+    return (
+        f"curl -s http://127.0.0.1:{port}/v1/chat/completions -H 'Content-Type: application/json' "
+        f"-d {shlex.quote(json.dumps(body))}"
+    )
+
+
+def _watch(pid: int, port: int, name: str) -> None:
+    """Wait until the server answers as healthy, then print a request to try; give up when process ``pid`` ends."""
+    started = time.monotonic()
+    ended = select.poll()
+    ended.register(os.pidfd_open(pid), select.POLLIN)
+    while not ended.poll(500):
+        try:
+            # Upstream answers 503 here until its own warm-up request has been served.
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=5):
+                break
+        except (urllib.error.URLError, OSError):
+            continue
+    else:
+        print(f"serve: the server ended after {time.monotonic() - started:.0f} s, before it was ready", flush=True)
+        return
+    print(
+        f"\nserve: ready after {time.monotonic() - started:.0f} s. Try:\n  {try_line(port, name)}\n"
+        f"Code state and accept length: curl -s http://127.0.0.1:{port}/server_info\n",
+        flush=True,
+    )
+
+
+def _spawn_watcher(port: int, name: str) -> None:
+    """Start `_watch` in a process that is no child of the server's, which neither waits for it nor must kill it."""
+    server = os.getpid()
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+        return
+    if os.fork() == 0:
+        with contextlib.suppress(KeyboardInterrupt):
+            _watch(server, port, name)
+    os._exit(0)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line of ``python -m sglang_patches.serve``; on success it does not return."""
+    parser = argparse.ArgumentParser(prog="sglang_patches.serve", description=__doc__)
+    parser.add_argument("--model", required=True, help="folder or hub name of the target model")
+    parser.add_argument("--draft", default="", help="folder or hub name of the EAGLE-3 draft; empty: no speculation")
+    parser.add_argument("--tp", type=int, default=1, help="tensor parallel size: GPUs to use")
+    parser.add_argument("--port", type=int, default=30000, help="HTTP port on 127.0.0.1")
+    parser.add_argument("extra", nargs="*", help="after --: more arguments for sglang.launch_server")
+    given = parser.parse_args(arguments)
+    launch = plan(
+        given.model, given.draft, given.tp, given.port, given.extra, cuda=cuda_driver_present(), environ=os.environ
+    )
+    if not _port_is_free(given.port):
+        raise SystemExit(
+            f"serve: port {given.port} is in use; choose another with PORT=, or: make stop PORT={given.port}"
+        )
+    for note in launch.notes:
+        print(f"serve: {note}")
+    print(f"serve: {shlex.join(launch.argv)}")
+    print("serve: starting; a small model takes about a minute, a large one as long as its weights take to load")
+    sys.stdout.flush()
+    _spawn_watcher(given.port, launch.name)
+    os.execvpe(launch.argv[0], launch.argv, launch.env)
+
+
+if __name__ == "__main__":
+    main()
