@@ -1,0 +1,169 @@
+"""Patch ``provenance``: a server tells its code state, and does not start when its processes disagree about it.
+
+Upstream 0.5.23 counts accepted tokens but shows their mean only after every ``--decode-log-interval`` decode steps, so
+that short runs show none; here each verify pass counts at once.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+from sglang_patches.provenance import code_state
+
+# Ranks meet in `init_process_group` just before they compare, so a rank that takes longer will not come.
+_RANK_WAIT = timedelta(seconds=60)
+_KEY = "sglang_patches"
+
+
+class CodeStateMismatch(RuntimeError):
+    """Processes of one server run different patch sets."""
+
+
+class _Acceptance:
+    """Tokens accepted (bonus token included) and verify passes of this process, counted per request."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.passes = 0
+
+
+_acceptance = _Acceptance()
+
+
+def _patch_set_id() -> str:
+    return str(code_state()["patch_set_id"])
+
+
+def _mean(tokens: int, passes: int) -> float | None:
+    return tokens / passes if passes else None
+
+
+def count_acceptance(update: Callable[..., None]) -> Callable[..., None]:
+    """Decorate upstream's ``update_spec_metrics(self, bs, num_correct_drafts, num_accept_tokens, ...)``.
+
+    It is called once a verify pass with the number of requests in it and the tokens they accepted together.
+    """
+
+    @functools.wraps(update)
+    def counted(self: Any, bs: int, num_correct_drafts: int, num_accept_tokens: int, *rest: Any, **named: Any) -> None:
+        update(self, bs, num_correct_drafts, num_accept_tokens, *rest, **named)
+        _acceptance.tokens += int(num_accept_tokens)
+        _acceptance.passes += int(bs)
+        if self.current_scheduler_metrics_enabled:
+            gauge = _accept_length_gauge(tuple(self.metrics_collector.labels))
+            gauge.labels(**self.metrics_collector.labels).set(_acceptance.tokens / max(_acceptance.passes, 1))
+
+    return counted
+
+
+@functools.cache
+def _accept_length_gauge(label_names: tuple[str, ...]) -> Any:
+    # Upstream sets the folder for multi-process metrics after start, and prometheus_client reads it on import.
+    from prometheus_client import Gauge
+
+    return Gauge(
+        "sglang_patches_accept_length",
+        "Mean tokens accepted per request and verify pass since start, bonus token included.",
+        labelnames=label_names,
+        multiprocess_mode="mostrecent",
+    )
+
+
+def export_info() -> None:
+    """Publish the gauge ``sglang_patches_info``, always 1, whose labels tell the code state (HTTP process)."""
+    from prometheus_client import Gauge
+
+    state = code_state()
+    applied = ",".join(patch["name"] for patch in state["patches"] if patch["state"] == "applied")
+    labels = {"patch_set_id": state["patch_set_id"], "release": state["release"], "patches": applied}
+    gauge = Gauge(
+        "sglang_patches_info", "Code state of this server.", labelnames=tuple(labels), multiprocess_mode="mostrecent"
+    )
+    gauge.labels(**labels).set(1)
+
+
+def add_scheduler_state(state: dict[str, Any]) -> None:
+    """Add this scheduler's patch set and acceptance counts to ``state``, one entry of ``internal_states``."""
+    state[_KEY] = {
+        "patch_set_id": _patch_set_id(),
+        "accepted_tokens": _acceptance.tokens,
+        "verify_passes": _acceptance.passes,
+        "accept_length": _mean(_acceptance.tokens, _acceptance.passes),
+    }
+
+
+def server_info(internal_states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The entry ``sglang_patches`` of ``/server_info``.
+
+    It is the code state of the process that answers, and ``accept_length``: mean tokens per request and verify pass
+    since start over all data-parallel schedulers, bonus token included; None before the first or unspeculated.
+    """
+    counts = [state.get(_KEY, {}) for state in internal_states]
+    tokens = sum(count.get("accepted_tokens", 0) for count in counts)
+    passes = sum(count.get("verify_passes", 0) for count in counts)
+    return {
+        **code_state(),
+        "accept_length": _mean(tokens, passes),
+        "accepted_tokens": tokens,
+        "verify_passes": passes,
+    }
+
+
+def scheduler_info() -> dict[str, Any]:
+    """What a scheduler reports of its code state when it is ready."""
+    return {"patch_set_id": _patch_set_id()}
+
+
+def controller_info(scheduler_infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What a data-parallel controller reports for its schedulers; raises as `check_schedulers` does."""
+    check_schedulers(scheduler_infos)
+    return scheduler_info()
+
+
+def check_schedulers(scheduler_infos: Sequence[Mapping[str, Any]]) -> None:
+    """Compare the ready reports of the schedulers, in rank order, with this process.
+
+    Raises `CodeStateMismatch` naming the schedulers whose patch set differs.
+    """
+    reported = [info.get(_KEY, {}).get("patch_set_id") for info in scheduler_infos]
+    _compare({f"scheduler {rank}": seen for rank, seen in enumerate(reported)}, _patch_set_id(), "the launching process")
+
+
+def check_ranks(rank: int, world_size: int) -> None:
+    """Compare the patch sets of all ranks of the default process group, on all nodes.
+
+    Goes through the group's key-value store rather than a collective: a rank on which this patch is off takes no part,
+    and a collective without it would hang. Raises `CodeStateMismatch` naming the ranks that differ or do not report.
+    """
+    if world_size == 1:
+        return
+    from torch.distributed import DistStoreError
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    store = _get_default_store()
+    mine = _patch_set_id()
+    store.set(f"{_KEY}/{rank}", mine)
+    seen: dict[str, str | None] = {}
+    for other in range(world_size):
+        key = f"{_KEY}/{other}"
+        try:
+            store.wait([key], _RANK_WAIT if None not in seen.values() else timedelta(seconds=1))
+            seen[f"rank {other}"] = store.get(key).decode()
+        except DistStoreError:
+            seen[f"rank {other}"] = None
+    _compare(seen, mine, f"rank {rank}")
+
+
+def _compare(seen: Mapping[str, str | None], expected: str, reference: str) -> None:
+    different = {who: found for who, found in seen.items() if found != expected}
+    if not different:
+        return
+    told = "; ".join(f"{who} has {found or 'reported none (patch provenance off there?)'}" for who, found in different.items())
+    raise CodeStateMismatch(
+        f"processes of this server run different patch sets: {reference} has {expected}, but {told}. "
+        "Start every rank with the same SGLANG_PATCHES, the same sglang-patches version and the same upstream release; "
+        "`sglang-patches status` shows them on each host."
+    )

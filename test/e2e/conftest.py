@@ -1,0 +1,105 @@
+"""Servers for the end-to-end tests: each configuration starts once, when the first test asks for it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from .server import REPO, Server, free_port, serve_command
+
+# Configuration -> speculation, arguments that `make serve` does not give by itself.
+CONFIGURATIONS: dict[str, tuple[bool, list[str]]] = {
+    "plain": (False, []),
+    "spec": (True, []),
+    "tree": (True, ["--speculative-eagle-topk", "4", "--speculative-num-draft-tokens", "8"]),
+}
+# Tests run in this order of the servers they need, so that no more than two are alive and none starts twice.
+SCHEDULE = [
+    set(),
+    {"spec"},
+    {"plain", "spec"},
+    {"plain"},
+    {"plain", "tree"},
+    {"tree"},
+]
+MAX_ALIVE = 2
+MODEL = Path(os.environ.get("TEST_MODEL", REPO / "test/models/tiny-kimi"))
+DRAFT = Path(os.environ.get("TEST_DRAFT", REPO / "test/models/tiny-kimi-eagle3"))
+
+
+def _needs(item: pytest.Item) -> set[str]:
+    return {name for name in CONFIGURATIONS if f"{name}_server" in getattr(item, "fixturenames", ())}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Order the end-to-end tests by the servers they need, after all others, each file's order kept within a group."""
+    here = Path(__file__).parent
+    last = [item for item in items if here in item.path.parents]
+    last.sort(key=lambda item: SCHEDULE.index(_needs(item)) if _needs(item) in SCHEDULE else len(SCHEDULE))
+    items[:] = [item for item in items if here not in item.path.parents] + last
+
+
+class Servers:
+    """The running servers by configuration; starting one more than `MAX_ALIVE` stops the one used longest ago."""
+
+    def __init__(self) -> None:
+        self._alive: dict[str, Server] = {}
+        self.leftovers: dict[str, list[str]] = {}
+
+    def get(self, name: str) -> Server:
+        """The server of this configuration, ready; RuntimeError with the log's end when it does not come up."""
+        if name not in self._alive:
+            while len(self._alive) >= MAX_ALIVE:
+                self.stop(next(iter(self._alive)))
+            speculation, arguments = CONFIGURATIONS[name]
+            port = free_port()
+            draft = DRAFT if speculation else None
+            server = Server(serve_command(port, MODEL, draft, arguments), port, MODEL, draft, {})
+            server.wait_ready()
+            print(f"\n{name} server ready after {server.ready_seconds:.0f} s, log: {server.log_path}")
+            self._alive[name] = server
+        server = self._alive.pop(name)
+        self._alive[name] = server
+        if server.process.poll() is not None:
+            raise RuntimeError(f"the {name} server has ended (exit {server.process.returncode}):\n{server.log_tail()}")
+        return server
+
+    def stop(self, name: str) -> None:
+        """Stop one server and note what it leaves behind."""
+        self.leftovers[name] = self._alive.pop(name).stop()
+
+    def stop_all(self) -> None:
+        """Stop every server; AssertionError if any of the session left something behind."""
+        for name in list(self._alive):
+            self.stop(name)
+        left = {name: what for name, what in self.leftovers.items() if what}
+        assert not left, f"servers left behind: {left}"
+
+
+@pytest.fixture(scope="session")
+def servers() -> Iterator[Servers]:
+    """All servers of the session, for tests that choose by name."""
+    pool = Servers()
+    yield pool
+    pool.stop_all()
+
+
+@pytest.fixture
+def spec_server(servers: Servers) -> Server:
+    """EAGLE-3 with a chain draft: 3 steps, topk 1, 4 draft tokens."""
+    return servers.get("spec")
+
+
+@pytest.fixture
+def tree_server(servers: Servers) -> Server:
+    """EAGLE-3 with a tree draft: 3 steps, topk 4, 8 draft tokens."""
+    return servers.get("tree")
+
+
+@pytest.fixture
+def plain_server(servers: Servers) -> Server:
+    """No speculation."""
+    return servers.get("plain")

@@ -1,0 +1,181 @@
+"""A real server process for the end-to-end tests: started as a person would, watched, stopped, and inspected for
+what it leaves behind."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+REPO = Path(__file__).resolve().parents[2]
+# Cold byte-code caches and a busy machine together cost minutes; a hang should still be told from slowness.
+READY_SECONDS = 400.0
+STOP_SECONDS = 90.0
+
+
+def free_port() -> int:
+    """A TCP port on 127.0.0.1 that nobody listens on now, below the range for outgoing connections.
+
+    Drawn at random: a server binds its port only when the model is loaded, and another session may be choosing too.
+    """
+    for port in random.sample(range(20000, 30000), 100):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise RuntimeError("none of 100 ports drawn from 20000-29999 is free; end the servers that hold them")
+
+
+def shared_memory() -> set[str]:
+    """Names of all files in /dev/shm."""
+    return {entry.name for entry in os.scandir("/dev/shm")}
+
+
+def alive(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
+    """Those of ``processes`` that run or wait to be reaped (a reused pid does not count)."""
+    return [process for process in processes if process.is_running()]
+
+
+class Server:
+    """One server process tree.
+
+    ``command`` starts it; its temporary files go to a folder of its own (``tmp``), so that what it leaves there can be
+    told from what others do. ``model_path`` and ``draft_path`` are what it serves.
+    """
+
+    def __init__(
+        self, command: Sequence[str], port: int, model_path: Path, draft_path: Path | None, env: Mapping[str, str]
+    ) -> None:
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}"
+        self.model_path = model_path
+        self.draft_path = draft_path
+        # Short: paths of UNIX sockets in it may have 107 bytes.
+        self.tmp = Path(tempfile.mkdtemp(prefix="srv", dir="/tmp"))
+        self.log_path = Path(tempfile.mkstemp(prefix=f"server-{port}-", suffix=".log")[1])
+        self._shm_before = shared_memory()
+        environ = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
+        with self.log_path.open("wb") as log:
+            self.process = subprocess.Popen(
+                command,
+                cwd=REPO,
+                env={**environ, "TMPDIR": str(self.tmp), "PYTHONUNBUFFERED": "1", **env},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.started = time.monotonic()
+        self.ready_seconds = float("nan")
+
+    def log(self) -> str:
+        """All that the server printed so far."""
+        return self.log_path.read_text(errors="replace")
+
+    def log_tail(self, lines: int = 60) -> str:
+        """The last ``lines`` lines of the log."""
+        return "\n".join(self.log().splitlines()[-lines:])
+
+    def wait_ready(self) -> Server:
+        """Wait until the server has served its own warm-up request; RuntimeError with the log's end if it does not."""
+        while time.monotonic() < self.started + READY_SECONDS:
+            if self.process.poll() is not None:
+                raise RuntimeError(f"server ended with {self.process.returncode} before ready:\n{self.log_tail()}")
+            try:
+                with urllib.request.urlopen(f"{self.url}/ready", timeout=5):
+                    self.ready_seconds = time.monotonic() - self.started
+                    return self
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.5)
+        tail = self.log_tail()
+        self.kill()
+        raise RuntimeError(f"server not ready within {READY_SECONDS:.0f} s:\n{tail}")
+
+    def tree(self) -> list[psutil.Process]:
+        """The process that was started and all that descend from it, now."""
+        try:
+            root = psutil.Process(self.process.pid)
+            return [root, *root.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def get(self, path: str) -> Any:
+        """The JSON document at ``path``."""
+        return httpx.get(self.url + path, timeout=60).raise_for_status().json()
+
+    def metrics(self) -> str:
+        """The Prometheus text."""
+        return httpx.get(self.url + "/metrics", timeout=60, follow_redirects=True).raise_for_status().text
+
+    def healthy(self) -> bool:
+        """Whether the server generates a token when asked for its health."""
+        return httpx.get(self.url + "/health_generate", timeout=60).status_code == 200
+
+    def stop(self, how: signal.Signals = signal.SIGTERM) -> list[str]:
+        """Send ``how`` to the started process, wait for the whole tree to end, and return what is left behind.
+
+        The list names processes still alive, the port if taken, and files in /dev/shm or the temporary folder; it is
+        empty after a clean stop. What remains alive is killed after being reported.
+        """
+        tree = self.tree()
+        if self.process.poll() is None:
+            self.process.send_signal(how)
+        return self.leftovers(tree)
+
+    def leftovers(self, tree: Sequence[psutil.Process]) -> list[str]:
+        """Wait for the processes in ``tree`` to end and say what remains, see `stop`."""
+        deadline = time.monotonic() + STOP_SECONDS
+        while (self.process.poll() is None or alive(tree)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        left = [f"process {process.pid}: {process.as_dict(['cmdline'])['cmdline']}" for process in alive(tree)]
+        self.kill(tree)
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", self.port)) == 0:
+                left.append(f"port {self.port} still answers")
+        ours = {f"{process.pid}" for process in tree}
+        for name in sorted(shared_memory() - self._shm_before):
+            # Another server of the test session may have made it: ask who has it open.
+            if not _mapped_by_others(f"/dev/shm/{name}", ours):
+                left.append(f"shared memory /dev/shm/{name}")
+        left += [f"temporary file {path}" for path in sorted(self.tmp.rglob("*"))]
+        return left
+
+    def kill(self, tree: Sequence[psutil.Process] = ()) -> None:
+        """End whatever of this server is still alive, without grace."""
+        for process in alive([*tree, *self.tree()]):
+            process.kill()
+        self.process.wait()
+
+
+def _mapped_by_others(path: str, ours: set[str]) -> bool:
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        if maps.parent.name in ours:
+            continue
+        try:
+            if path in maps.read_text():
+                return True
+        except OSError:
+            continue
+    return False
+
+
+def serve_command(port: int, model: Path, draft: Path | None, arguments: Sequence[str] = ()) -> list[str]:
+    """The command that ``make serve`` runs, for this interpreter."""
+    command = [sys.executable, "-m", "sglang_patches.serve", "--port", str(port), "--model", str(model)]
+    return [*command, "--draft", str(draft or ""), "--", *arguments]

@@ -1,0 +1,122 @@
+"""What `make serve` starts: arguments by machine and model, and the errors a person may get."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from sglang.srt.server_args import prepare_server_args
+
+from sglang_patches import serve
+
+
+def checkpoint(folder: Path, **config: object) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    return checkpoint(tmp_path / "tiny", model_type="kimi_k25")
+
+
+@pytest.fixture
+def draft(tmp_path: Path) -> Path:
+    return checkpoint(tmp_path / "tiny-draft", model_type="llama")
+
+
+def value(argv: list[str], option: str) -> str:
+    return argv[argv.index(option) + 1]
+
+
+def test_cpu_gets_a_float32_eagle3_server(tiny: Path, draft: Path) -> None:
+    launch = serve.plan(str(tiny), str(draft), 1, 30000, [], cuda=False, environ={"PATH": "/bin"})
+    assert launch.argv[:3] == [sys.executable, "-m", "sglang.launch_server"]
+    assert value(launch.argv, "--device") == "cpu"
+    assert value(launch.argv, "--dtype") == "float32"
+    assert value(launch.argv, "--speculative-algorithm") == "EAGLE3"
+    assert value(launch.argv, "--speculative-draft-model-path") == str(draft)
+    assert "--enable-metrics" in launch.argv
+    assert "--trust-remote-code" not in launch.argv
+    assert launch.env["SGLANG_USE_CPU_ENGINE"] == "1"
+    assert launch.env["PATH"] == "/bin"
+    assert launch.name == "tiny"
+
+
+def test_cuda_gets_no_cpu_setting(tiny: Path, draft: Path) -> None:
+    launch = serve.plan(str(tiny), str(draft), 8, 30000, [], cuda=True, environ={})
+    assert "--device" not in launch.argv
+    assert value(launch.argv, "--tp-size") == "8"
+    assert launch.env == {}
+
+
+def test_every_option_exists_in_the_pinned_upstream(tiny: Path, draft: Path) -> None:
+    """Upstream's own parser takes what is given for the bundled and for the real model."""
+    extra = ["--mem-fraction-static", "0.8"]
+    cpu = serve.plan(str(tiny), str(draft), 1, 30001, extra, cuda=False, environ={})
+    args = prepare_server_args(cpu.argv[3:])
+    assert (args.port, args.speculative_num_draft_tokens, args.mem_fraction_static) == (30001, 4, 0.8)
+    real = serve.plan("moonshotai/Kimi-K2.5", "", 8, 30001, [], cuda=True, environ={})
+    assert prepare_server_args(real.argv[3:]).tool_call_parser == "kimi_k2"
+
+
+def test_code_in_the_checkpoint_is_trusted_only_where_there_is_some_and_said(tmp_path: Path) -> None:
+    own = checkpoint(tmp_path / "real", model_type="kimi_k25", auto_map={"AutoConfig": "x.Y"})
+    launch = serve.plan(str(own), "", 1, 30000, [], cuda=False, environ={})
+    assert "--trust-remote-code" in launch.argv
+    assert any("--trust-remote-code" in note for note in launch.notes)
+    assert value(launch.argv, "--reasoning-parser") == "kimi_k2"
+
+
+def test_what_the_environment_sets_is_kept_and_bytecode_is_written(tiny: Path) -> None:
+    environ = {"OMP_NUM_THREADS": "7", "PYTHONDONTWRITEBYTECODE": "1"}
+    launch = serve.plan(str(tiny), "", 1, 30000, [], cuda=False, environ=environ)
+    assert launch.env["OMP_NUM_THREADS"] == "7"
+    assert "PYTHONDONTWRITEBYTECODE" not in launch.env
+
+
+def test_arguments_of_the_person_come_last_and_name_the_model(tiny: Path) -> None:
+    extra = ["--served-model-name", "mine", "--dtype", "bfloat16"]
+    launch = serve.plan(str(tiny), "", 1, 30000, extra, cuda=False, environ={})
+    assert launch.argv[-4:] == extra
+    assert launch.name == "mine"
+
+
+def test_no_draft_serves_unspeculated_and_says_so(tiny: Path) -> None:
+    launch = serve.plan(str(tiny), "", 1, 30000, [], cuda=False, environ={})
+    assert "--speculative-algorithm" not in launch.argv
+    assert any("without speculative decoding" in note for note in launch.notes)
+
+
+def test_a_folder_without_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"config\.json"):
+        serve.plan(str(tmp_path), "", 1, 30000, [], cuda=False, environ={})
+
+
+def test_port_in_args_is_refused(tiny: Path) -> None:
+    with pytest.raises(SystemExit, match="PORT="):
+        serve.plan(str(tiny), "", 1, 30000, ["--port", "1"], cuda=False, environ={})
+
+
+def test_a_taken_port_is_refused_at_once(tiny: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        command = [sys.executable, "-m", "sglang_patches.serve", "--model", str(tiny), "--port", str(port)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert f"port {port} is in use" in done.stderr
+
+
+def test_the_line_to_try_is_a_valid_shell_command() -> None:
+    words = shlex.split(serve.try_line(31234, "it's"))
+    assert words[0] == "curl"
+    assert json.loads(words[words.index("-d") + 1])["model"] == "it's"
+    assert "http://127.0.0.1:31234/v1/chat/completions" in words
