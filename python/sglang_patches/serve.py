@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import json
 import os
 import re
@@ -22,6 +21,8 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from sglang_patches.selection import has_gpu
 
 # EAGLE-3 chain: the settings at which accept lengths of Kimi-K2.5 drafts are published.
 _EAGLE3_ARGS = ["--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"]
@@ -46,16 +47,6 @@ class Launch:
     env: dict[str, str]
     name: str
     notes: list[str] = field(default_factory=list)
-
-
-def cuda_driver_present() -> bool:
-    """Whether a CUDA driver loads and reports at least one device."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    count = ctypes.c_int(0)
-    return driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
 
 
 def _model_config(model: str) -> dict[str, object] | None:
@@ -106,11 +97,11 @@ def plan(
     else:
         notes.append("no draft model (DRAFT=): serving without speculative decoding")
     if cuda:
-        notes.append("CUDA device found")
+        notes.append("GPU found: serving with CUDA")
     else:
         argv += _CPU_ARGS
         env = {**_CPU_ENV, **env}
-        notes.append("no CUDA device: serving on the CPU in float32, which suits small models only")
+        notes.append("no GPU: serving on the CPU in float32, which suits small models only")
     argv += extra
     if "--served-model-name" in extra:
         name = extra[list(extra).index("--served-model-name") + 1]
@@ -180,9 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--port", type=int, default=30000, help="HTTP port on 127.0.0.1")
     parser.add_argument("extra", nargs="*", help="after --: more arguments for sglang.launch_server")
     given = parser.parse_args(arguments)
-    launch = plan(
-        given.model, given.draft, given.tp, given.port, given.extra, cuda=cuda_driver_present(), environ=os.environ
-    )
+    launch = plan(given.model, given.draft, given.tp, given.port, given.extra, cuda=has_gpu(), environ=os.environ)
     if not _port_is_free(given.port):
         raise SystemExit(
             f"serve: port {given.port} is in use; choose another with PORT=, or: make stop PORT={given.port}"

@@ -34,7 +34,7 @@ _acceptance = _Acceptance()
 
 
 def _patch_set_id() -> str:
-    return str(code_state()["patch_set_id"])
+    return str(code_state()["id"])
 
 
 def _mean(tokens: int, passes: int) -> float | None:
@@ -77,8 +77,8 @@ def export_info() -> None:
     from prometheus_client import Gauge
 
     state = code_state()
-    applied = ",".join(patch["name"] for patch in state["patches"] if patch["state"] == "applied")
-    labels = {"patch_set_id": state["patch_set_id"], "release": state["release"], "patches": applied}
+    patches = ",".join(patch["name"] for patch in state["patches"])
+    labels = {"patch_set_id": state["id"], "release": state["release"], "patches": patches}
     gauge = Gauge(
         "sglang_patches_info", "Code state of this server.", labelnames=tuple(labels), multiprocess_mode="mostrecent"
     )
@@ -98,14 +98,19 @@ def add_scheduler_state(state: dict[str, Any]) -> None:
 def server_info(internal_states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The entry ``sglang_patches`` of ``/server_info``.
 
-    It is the code state of the process that answers, and ``accept_length``: mean tokens per request and verify pass
-    since start over all data-parallel schedulers, bonus token included; None before the first or unspeculated.
+    It is the code state of the process that answers (``patch_set_id``, ``release``, ``patches`` with name and sha256,
+    ``version``), and ``accept_length``: mean tokens per request and verify pass since start over all data-parallel
+    schedulers, bonus token included; None before the first pass and without speculation.
     """
     counts = [state.get(_KEY, {}) for state in internal_states]
     tokens = sum(count.get("accepted_tokens", 0) for count in counts)
     passes = sum(count.get("verify_passes", 0) for count in counts)
+    state = code_state()
     return {
-        **code_state(),
+        "patch_set_id": state["id"],
+        "release": state["release"],
+        "version": state["version"],
+        "patches": state["patches"],
         "accept_length": _mean(tokens, passes),
         "accepted_tokens": tokens,
         "verify_passes": passes,
@@ -129,10 +134,12 @@ def check_schedulers(scheduler_infos: Sequence[Mapping[str, Any]]) -> None:
     Raises `CodeStateMismatch` naming the schedulers whose patch set differs.
     """
     reported = [info.get(_KEY, {}).get("patch_set_id") for info in scheduler_infos]
-    _compare({f"scheduler {rank}": seen for rank, seen in enumerate(reported)}, _patch_set_id(), "the launching process")
+    _compare(
+        {f"scheduler {rank}": seen for rank, seen in enumerate(reported)}, _patch_set_id(), "the launching process"
+    )
 
 
-def check_ranks(rank: int, world_size: int) -> None:
+def check_ranks(rank: int, world_size: int, wait: timedelta = _RANK_WAIT) -> None:
     """Compare the patch sets of all ranks of the default process group, on all nodes.
 
     Goes through the group's key-value store rather than a collective: a rank on which this patch is off takes no part,
@@ -150,7 +157,7 @@ def check_ranks(rank: int, world_size: int) -> None:
     for other in range(world_size):
         key = f"{_KEY}/{other}"
         try:
-            store.wait([key], _RANK_WAIT if None not in seen.values() else timedelta(seconds=1))
+            store.wait([key], wait if None not in seen.values() else timedelta(seconds=1))
             seen[f"rank {other}"] = store.get(key).decode()
         except DistStoreError:
             seen[f"rank {other}"] = None
@@ -161,7 +168,9 @@ def _compare(seen: Mapping[str, str | None], expected: str, reference: str) -> N
     different = {who: found for who, found in seen.items() if found != expected}
     if not different:
         return
-    told = "; ".join(f"{who} has {found or 'reported none (patch provenance off there?)'}" for who, found in different.items())
+    told = "; ".join(
+        f"{who} has {found or 'reported none (patch provenance off there?)'}" for who, found in different.items()
+    )
     raise CodeStateMismatch(
         f"processes of this server run different patch sets: {reference} has {expected}, but {told}. "
         "Start every rank with the same SGLANG_PATCHES, the same sglang-patches version and the same upstream release; "
