@@ -1,0 +1,127 @@
+"""Plain files with patched source, where tracebacks, debuggers, `inspect` and bytecode caching find them.
+
+A copy is never trusted: its content is compared with what it must be whenever its module is imported, and written anew
+(temporary file, atomic rename) where it differs. So neither a race nor a crash nor an edit leaves half a file in use.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import shutil
+import tempfile
+
+from sglang_patches.errors import PatchError
+from sglang_patches.upstream import digest
+
+logger = logging.getLogger("sglang_patches")
+
+_private: str | None = None
+
+
+def folder() -> str:
+    """`SGLANG_PATCHES_CACHE`, else `sglang-patches` in the user's cache folder."""
+    chosen = os.environ.get("SGLANG_PATCHES_CACHE")
+    if chosen:
+        return os.path.abspath(chosen)
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return os.path.join(os.path.abspath(base), "sglang-patches")
+
+
+def store(key: str, relative: str, content: bytes, original: str, source: bytes) -> str:
+    """Make sure that the cache holds `content`, and return its path, `<cache>/<key>/sglang/...`.
+
+    Args:
+        key: identifies upstream file and patches.
+        relative: upstream path of the file.
+        content: the patched file.
+        original: the installed upstream file.
+        source: that file's bytes.
+
+    Raises:
+        PatchError: neither the cache folder nor the temporary folder takes the file.
+    """
+    global _private
+    # Such modules look for files beside them: the copy gets links to what stands beside the original.
+    linked = b"__file__" in source or relative.endswith("/__init__.py")
+    if linked:
+        key = f"{key}-{digest(original.encode())[:8]}"
+    root = folder()
+    if _private is None:
+        try:
+            return _put(root, key, relative, content, original if linked else None)
+        except OSError as error:
+            problem = error
+        try:
+            _private = tempfile.mkdtemp(prefix="sglang-patches-")
+            atexit.register(_remove, _private, os.getpid())
+        except OSError as error:
+            raise _unwritable(root, problem, tempfile.gettempdir(), error) from error
+        logger.warning(
+            "cannot use the cache folder %s (%s): this process keeps its patched files in %s until it ends; "
+            "set SGLANG_PATCHES_CACHE to a writable folder of your own",
+            root,
+            problem,
+            _private,
+        )
+    try:
+        return _put(_private, key, relative, content, original if linked else None)
+    except OSError as error:
+        raise _unwritable(root, "see the warning above", _private, error) from error
+
+
+def _put(root: str, key: str, relative: str, content: bytes, original: str | None) -> str:
+    target = os.path.join(root, key, *relative.split("/"))
+    parent = os.path.dirname(target)
+    os.makedirs(root, mode=0o700, exist_ok=True)
+    os.makedirs(parent, mode=0o700, exist_ok=True)
+    owner = os.stat(parent).st_uid
+    if owner not in (0, os.geteuid()):
+        # The copy itself is compared below, the bytecode beside it is not.
+        raise PermissionError(f"{parent} belongs to another user (uid {owner})")
+    if original is not None:
+        _link_siblings(original, target, depth=relative.count("/"))
+    try:
+        with open(target, "rb") as file:
+            if file.read() == content:
+                return target
+    except FileNotFoundError:
+        pass
+    descriptor, temporary = tempfile.mkstemp(dir=parent, prefix=".", suffix=".tmp")
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(content)
+        os.replace(temporary, target)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+    return target
+
+
+def _link_siblings(original: str, target: str, depth: int) -> None:
+    """Link to what stands beside `original` and beside each of its `depth` parent folders, up to `sglang`."""
+    for _ in range(depth):
+        source, copy = os.path.dirname(original), os.path.dirname(target)
+        for entry in os.listdir(source):
+            link = os.path.join(copy, entry)
+            if entry not in ("__pycache__", os.path.basename(original)) and not os.path.lexists(link):
+                with contextlib.suppress(FileExistsError):  # another process was faster
+                    os.symlink(os.path.join(source, entry), link)
+        original, target = source, copy
+
+
+def _remove(folder: str, creator: int) -> None:
+    if os.getpid() == creator:  # not in a forked child
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _unwritable(root: str, problem: object, temporary: str, error: OSError) -> PatchError:
+    return PatchError(
+        f"cannot write patched files\n"
+        f"  cache      {root}: {problem}\n"
+        f"  temporary  {temporary}: {error}\n"
+        f"  remedy     set SGLANG_PATCHES_CACHE to a writable folder with a few megabytes free, "
+        f"or run without patches: SGLANG_PATCHES=none"
+    )

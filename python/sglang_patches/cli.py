@@ -1,0 +1,215 @@
+"""`sglang-patches`: see, check and change the patches on the installed SGLang."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from sglang_patches import editing, hunks, selection, series, upstream
+from sglang_patches.errors import PatchError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    help="""Switchable patches on a pinned SGLang release.
+
+    The variable [bold]SGLANG_PATCHES[/bold] says which patches are on, wherever `sglang` is imported next:
+    unset (each patch's default), `none`, `all`, a list `a,b`, or changes `+a,-b` (also `none,+a` and `all,-b`).
+    A patch that is off is absent: its lines are not in the process.
+
+    Change a patch: `edit NAME DIR`, edit the files in DIR, `refresh NAME DIR`, `verify`.
+    """,
+)
+
+Name = Annotated[str, typer.Argument(help="A patch, as `sglang-patches list` names it.", metavar="NAME")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def console() -> Console:
+    """Where results go; wide enough for tables when it is no terminal."""
+    return Console() if sys.stdout.isatty() else Console(width=200)
+
+
+def context() -> tuple[upstream.Upstream, series.Series]:
+    """The installed upstream and its series.
+
+    Raises:
+        PatchError: SGLang is missing, or there is no series for its release.
+    """
+    installed = upstream.locate()
+    if installed is None:
+        raise PatchError("SGLang is not installed here\n  remedy     pip install sglang-patches, which pins it")
+    return installed, series.load(installed.release)
+
+
+def command(function: Callable[..., None]) -> Callable[..., None]:
+    """Register a subcommand whose PatchErrors end it with their message and exit code 2."""
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            function(*args, **kwargs)
+        except PatchError as error:
+            typer.echo(f"sglang-patches: {error}", err=True)
+            raise typer.Exit(2) from None
+
+    app.command(name=function.__name__.rstrip("_").replace("_", "-"))(run)
+    return function
+
+
+@command
+def list_(as_json: AsJson = False) -> None:
+    """Show every patch of the series: default, whether it is on now, why it exists and what it touches."""
+    _installed, patches = context()
+    on = {patch.name for patch in selection.select(patches)}
+    if as_json:
+        rows = [
+            {"name": p.name, "default": p.default, "on": p.name in on, "why": p.field("Why"), "touches": p.touches}
+            for p in patches.patches
+        ]
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    table = Table(
+        "Patch", "Default", "Now", "Description", "Why", "Touches", title=f"patches on sglang {patches.release}"
+    )
+    for patch in patches.patches:
+        now = "[green]on[/green]" if patch.name in on else "off"
+        files = "\n".join(path.removeprefix("sglang/") for path in patch.touches)
+        cells = (patch.summary, patch.field("Why"), files)
+        table.add_row(f"[bold]{patch.name}[/bold]", patch.default, now, *map(escape, cells))
+    console().print(table)
+
+
+@command
+def show(name: Name, context_lines: Annotated[int, typer.Option("--context", "-U", min=0)] = 3) -> None:
+    """Print a patch with lines of context, taken from the installed upstream."""
+    installed, patches = context()
+    patch = patches[name]
+    out = [patch.header.encode()]
+    for path, insertions in patch.insertions.items():
+        data = installed.read(path)
+        if data is None or upstream.digest(data) != patch.pre_images[path]:
+            typer.echo(f"sglang-patches: {path} is not the file the patch was made against: no context", err=True)
+            out.append(hunks.render(path, insertions))
+        else:
+            out.append(hunks.render(path, insertions, data, context_lines))
+    text = b"".join(out).decode("utf-8", "replace")
+    if sys.stdout.isatty():
+        from rich.syntax import Syntax
+
+        console().print(Syntax(text, "diff", word_wrap=True))
+    else:
+        typer.echo(text, nl=False)
+
+
+@command
+def status(as_json: AsJson = False) -> None:
+    """Say for this environment whether each patch is applied, off, not needed or mismatched.
+
+    Exit code: 0 all selected patches apply, 1 some cannot, 2 the selection or the installation is unusable.
+    """
+    from sglang_patches.status import report
+
+    ok = report(*context(), as_json=as_json)
+    raise typer.Exit(0 if ok else 1)
+
+
+@command
+def verify(as_json: AsJson = False) -> None:
+    """Check the whole series: pre-images, every patch alone, all pairs, all together, headers, files.
+
+    Exit code: 0 all checks passed, 1 some failed.
+    """
+    from sglang_patches.verify import report
+
+    ok = report(*context(), as_json=as_json)
+    raise typer.Exit(0 if ok else 1)
+
+
+@command
+def build(
+    directory: Annotated[Path, typer.Argument(help="A new folder.", metavar="DIR")],
+) -> None:
+    """Write the complete patched `sglang` package to DIR/sglang, for auditing or an image.
+
+    A process that imports that tree (PYTHONPATH=DIR) must run with SGLANG_PATCHES=none: it is patched already.
+    """
+    from sglang_patches.status import build_tree
+
+    installed, patches = context()
+    state = build_tree(installed, selection.select(patches), directory)
+    typer.echo(f"{directory / 'sglang'}: sglang {state['release']} with patch set {state['id']}")
+
+
+@command
+def new(
+    name: Annotated[str, typer.Argument(help="Lower-case words joined with hyphens.", metavar="NAME")],
+    directory: Annotated[Path, typer.Argument(help="A new folder to edit in.", metavar="DIR")],
+    files: Annotated[list[str], typer.Argument(help="Upstream files: sglang/srt/server_args.py", metavar="FILE...")],
+) -> None:
+    """Begin a patch: write upstream's FILEs and a header to fill in to DIR; `refresh NAME DIR` then exports it."""
+    installed, patches = context()
+    if name in patches.by_name:
+        raise PatchError(f"{name} exists\n  remedy     change it with: sglang-patches edit {name} DIR")
+    written = editing.check_out(installed, directory, files)
+    header = directory / editing.HEADER
+    header.write_text(editing.draft_header(name), encoding="utf-8")
+    typer.echo("\n".join(map(str, [header, *written])))
+    typer.echo(
+        f"Fill in the header, add lines (only add) to the files, then: sglang-patches refresh {name} {directory}"
+    )
+
+
+@command
+def edit(
+    name: Name,
+    directory: Annotated[Path, typer.Argument(help="A new folder to edit in.", metavar="DIR")],
+    file: Annotated[list[str] | None, typer.Option(help="A further upstream file to edit (repeatable).")] = None,
+) -> None:
+    """Write upstream's files with this patch (and no other) applied to DIR; `refresh NAME DIR` then re-exports it."""
+    installed, patches = context()
+    written = editing.check_out(installed, directory, file or [], patches[name])
+    typer.echo("\n".join(map(str, written)))
+    typer.echo(f"Edit these files (only add lines), then: sglang-patches refresh {name} {directory}")
+
+
+@command
+def refresh(
+    name: Name,
+    directory: Annotated[Path | None, typer.Argument(help="The folder `edit` or `new` wrote.", metavar="[DIR]")] = None,
+) -> None:
+    """Re-export a patch from the files edited in DIR, or from itself: then the committed file must not change."""
+    installed, patches = context()
+    changed = editing.write(patches, name, editing.export(patches, installed, name, directory))
+    typer.echo("\n".join(f"{file}: written" for file in changed) or f"{name}: unchanged")
+
+
+@command
+def stop(
+    port: Annotated[int, typer.Option(help="Port of the server to end.", min=1, max=65535)],
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for a clean end before killing.", min=0)] = 60,
+) -> None:
+    """End the SGLang server that listens on a port, and its child processes, and nothing else."""
+    from sglang_patches.stop import stop_server
+
+    stop_server(port, timeout, echo=typer.echo)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

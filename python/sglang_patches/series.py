@@ -1,0 +1,248 @@
+"""Patches and their order: `patches/<release>/series` and the DEP-3-like header of each `<name>.patch`."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal, get_args
+
+from sglang_patches import hunks
+from sglang_patches.errors import PatchError
+from sglang_patches.upstream import digest
+
+Default = Literal["on", "off", "no-gpu"]
+
+REQUIRED_FIELDS = ("Description", "Why", "Forwarded", "Last-Update", "Remove-When", "Default", "Pre-Image")
+OPTIONAL_FIELDS = ("Origin", "Author", "Bug", "Applied-Upstream", "Requires", "Conflicts", "Provides")
+REPEATABLE_FIELDS = ("Pre-Image", "Bug", "Provides")
+
+_NAME = re.compile(r"[a-z][a-z0-9]*(?:-[a-z0-9]+)*")
+_FIELD = re.compile(r"([A-Z][A-Za-z0-9-]*):(?: (.*))?")
+_PRE_IMAGE = re.compile(r"([0-9a-f]{64}) (sglang/\S+\.py)")
+_PROVIDES = re.compile(r"([a-z_]\w*) = ([a-z_]\w*)")
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One patch of a series.
+
+    Attributes:
+        header: the file's text before the diff, as it stands there.
+        fields: header field to its values, in order; continuation lines joined with line feeds.
+        pre_images: upstream path to the sha256 of the file the patch was made against.
+        provides: module name to the package of this distribution that stands in for it (see `activate`).
+        insertions: upstream path to what the patch inserts there.
+        sha256: of the patch file.
+    """
+
+    name: str
+    file: Path
+    header: str
+    fields: dict[str, list[str]]
+    default: Default
+    requires: tuple[str, ...]
+    conflicts: tuple[str, ...]
+    provides: dict[str, str]
+    pre_images: dict[str, str]
+    insertions: dict[str, hunks.Insertions]
+    sha256: str
+
+    def field(self, name: str) -> str:
+        """A field's (first) value, or the empty string."""
+        return self.fields.get(name, [""])[0]
+
+    @property
+    def summary(self) -> str:
+        """The first line of the description."""
+        return self.field("Description").partition("\n")[0]
+
+    @cached_property
+    def touches(self) -> tuple[str, ...]:
+        """Upstream paths the patch adds lines to."""
+        return tuple(self.insertions)
+
+
+@dataclass(frozen=True)
+class Series:
+    """The patches for one upstream release, in order."""
+
+    release: str
+    folder: Path
+    patches: tuple[Patch, ...]
+
+    @cached_property
+    def by_name(self) -> dict[str, Patch]:
+        return {patch.name: patch for patch in self.patches}
+
+    def __getitem__(self, name: str) -> Patch:
+        try:
+            return self.by_name[name]
+        except KeyError:
+            raise PatchError(unknown_patches([name], self)) from None
+
+
+def unknown_patches(names: Iterable[str], series: Series) -> str:
+    """The message about names that are no patches of this series."""
+    return (
+        f"unknown patch: {', '.join(names)}\n"
+        f"  known      {', '.join(series.by_name) or '(none)'} (release {series.release})\n"
+        f"  remedy     correct the name; `sglang-patches list` shows what each patch does"
+    )
+
+
+def patches_folder() -> Path:
+    """The folder with one lane a release: `SGLANG_PATCHES_DIR`, else in the installed package, else the checkout's."""
+    override = os.environ.get("SGLANG_PATCHES_DIR")
+    if override:
+        return Path(override)
+    package = Path(__file__).resolve().parent
+    inside = package / "patches"
+    return inside if inside.is_dir() else package.parents[1] / "patches"
+
+
+def releases(folder: Path) -> list[str]:
+    """Upstream releases that `folder` has a series for."""
+    return sorted(entry.parent.name for entry in folder.glob("*/series"))
+
+
+def load(release: str, folder: Path | None = None) -> Series:
+    """Read the series for an upstream release.
+
+    Raises:
+        PatchError: no lane for this release, a missing patch file, or a patch that is not well-formed.
+    """
+    folder = folder or patches_folder()
+    lane = folder / release
+    try:
+        lines = (lane / "series").read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        known = ", ".join(releases(folder)) or "(none)"
+        raise PatchError(
+            f"no patches for SGLang {release}\n"
+            f"  installed  sglang {release}\n"
+            f"  pinned     {known} (in {folder})\n"
+            f"  remedy     install the pinned release: pip install 'sglang=={known.rpartition(', ')[2]}'; "
+            f"or run upstream without patches: SGLANG_PATCHES=none"
+        ) from None
+    names = [entry for line in lines if (entry := line.partition("#")[0].strip())]
+    patches: list[Patch] = []
+    for entry in names:
+        name = entry.removesuffix(".patch")
+        if entry == name or not _NAME.fullmatch(name):
+            raise PatchError(
+                f"{lane / 'series'}: {entry!r} is not a patch file name\n"
+                f"  expected   lower-case words joined with hyphens, and .patch: eagle-verify-cuda-graph.patch\n"
+                f"  remedy     correct the series file"
+            )
+        if any(patch.name == name for patch in patches):
+            raise PatchError(f"{lane / 'series'}: {entry} is listed twice\n  remedy     remove one of the two lines")
+        patches.append(load_patch(lane / entry))
+    return Series(release, lane, tuple(patches))
+
+
+def load_patch(file: Path) -> Patch:
+    """Read one patch.
+
+    Raises:
+        PatchError: it is missing, or header or diff are not well-formed.
+    """
+    try:
+        data = file.read_bytes()
+    except FileNotFoundError:
+        raise PatchError(
+            f"{file}: no such patch, but {file.parent / 'series'} lists it\n"
+            f"  remedy     restore the file from version control, or remove the line from the series"
+        ) from None
+    return parse_patch(data, file)
+
+
+def parse_patch(data: bytes, file: Path) -> Patch:
+    """`load_patch` for bytes at hand; `file` names the patch."""
+    lines = data.split(b"\n")
+    if lines.pop() != b"":
+        raise _malformed(file, len(lines) + 1, "the file does not end with a line feed; is it truncated?")
+    start = next((at for at, line in enumerate(lines) if line.startswith(b"--- ")), len(lines))
+    header = b"".join(line + b"\n" for line in lines[:start])
+    try:
+        text = header.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise _malformed(file, 1, f"the header is not UTF-8: {error}") from None
+    fields = _parse_header(text, file)
+    insertions = hunks.parse_diff(lines[start:], str(file), start + 1)
+
+    default = fields["Default"][0]
+    if default not in get_args(Default):
+        raise _malformed(file, 1, f"Default is {default!r}, expected one of: {', '.join(get_args(Default))}")
+    images = list(_matches(_PRE_IMAGE, fields["Pre-Image"], "Pre-Image", "SHA256 sglang/PATH.py", file))
+    pre_images = {path: sha for sha, path in images}
+    if sorted(path for _, path in images) != sorted(insertions):
+        raise _malformed(
+            file,
+            1,
+            f"Pre-Image names {', '.join(sorted(pre_images))}, the diff touches "
+            f"{', '.join(sorted(insertions)) or 'nothing'}; one Pre-Image line is needed for each touched file",
+        )
+    return Patch(
+        name=file.name.removesuffix(".patch"),
+        file=file,
+        header=text,
+        fields=fields,
+        default=default,  # type: ignore[arg-type]  # checked above
+        requires=_names(fields.get("Requires", [])),
+        conflicts=_names(fields.get("Conflicts", [])),
+        provides=dict(_matches(_PROVIDES, fields.get("Provides", []), "Provides", "MODULE = PACKAGE", file)),
+        pre_images=pre_images,
+        insertions=insertions,
+        sha256=digest(data),
+    )
+
+
+def _parse_header(text: str, file: Path) -> dict[str, list[str]]:
+    fields: dict[str, list[str]] = {}
+    current: list[str] | None = None
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.startswith(" "):
+            if current is None:
+                raise _malformed(file, number, "a continuation line with no field before it")
+            current[-1] += "\n" + line.strip().removeprefix(".")
+        elif line:
+            match = _FIELD.fullmatch(line)
+            if match is None:
+                raise _malformed(file, number, f"{line!r} is neither 'Field: value' nor a continuation (one space)")
+            name, value = match[1], match[2] or ""
+            if name not in REQUIRED_FIELDS + OPTIONAL_FIELDS:
+                known = ", ".join(REQUIRED_FIELDS + OPTIONAL_FIELDS)
+                raise _malformed(file, number, f"unknown field {name!r}; known: {known}")
+            if name in fields and name not in REPEATABLE_FIELDS:
+                raise _malformed(file, number, f"{name} appears twice")
+            current = fields.setdefault(name, [])
+            current.append(value)
+    missing = [name for name in REQUIRED_FIELDS if not fields.get(name)]
+    if missing:
+        raise _malformed(file, 1, f"missing header field: {', '.join(missing)}")
+    return fields
+
+
+def _names(values: list[str]) -> tuple[str, ...]:
+    return tuple(name for value in values for name in re.split(r"[,\s]+", value) if name)
+
+
+def _matches(
+    pattern: re.Pattern[str], values: list[str], field: str, expected: str, file: Path
+) -> Iterable[tuple[str, str]]:
+    for value in values:
+        match = pattern.fullmatch(value)
+        if match is None:
+            raise _malformed(file, 1, f"{field} is {value!r}, expected '{expected}'")
+        yield match[1], match[2]
+
+
+def _malformed(file: Path, line: int, problem: str) -> PatchError:
+    return PatchError(
+        f"{file}:{line}: corrupt patch: {problem}\n"
+        f"  remedy     restore the file from version control, or mend its header and run: sglang-patches verify"
+    )

@@ -1,0 +1,115 @@
+"""Ends one SGLang server: the one that listens on a port."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import psutil
+
+from sglang_patches.errors import PatchError
+
+
+def stop_server(port: int, timeout: float, echo: Callable[[str], None] = print) -> None:
+    """End the server on `port` and its descendants: SIGTERM, up to `timeout` seconds, then SIGKILL for what is left.
+
+    Only processes found by walking from the listener are touched, each by its pid and start time.
+
+    Raises:
+        PatchError: nothing listens there, the listener is not SGLang or not ours to see, or a process outlives SIGKILL.
+    """
+    server = find_server(port)
+    processes = [server, *server.children(recursive=True)]
+    echo(f"port {port}: ending pid {server.pid} ({_shown(server)}) and {len(processes) - 1} child processes")
+    try:
+        server.terminate()
+    except psutil.AccessDenied:
+        raise PatchError(
+            f"port {port}: pid {server.pid} belongs to {server.username()}\n  remedy     run this as that user"
+        ) from None
+    started = last = time.monotonic()
+    alive = processes
+    while alive and time.monotonic() - started < timeout:
+        if server.is_running():
+            # Children started meanwhile; a child whose parent has ended can no longer be found this way.
+            processes += [child for child in _children(server) if child not in processes]
+        _gone, alive = psutil.wait_procs(processes, timeout=0.2)
+        if alive and time.monotonic() - last >= 5:
+            last = time.monotonic()
+            echo(f"  {last - started:.0f} s: waiting for {', '.join(str(process.pid) for process in alive)}")
+    if alive:
+        echo(f"  after {timeout:g} s: killing {', '.join(f'{p.pid} ({_shown(p)})' for p in alive)}")
+        for process in alive:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        _gone, alive = psutil.wait_procs(alive, timeout=10)
+    if alive:
+        raise PatchError(
+            f"port {port}: still alive after SIGKILL: {', '.join(str(process.pid) for process in alive)}\n"
+            f"  remedy     they wait for a device or a disk; see for what: ps -o pid,stat,wchan -p PID"
+        )
+    echo(f"port {port}: ended after {time.monotonic() - started:.1f} s")
+
+
+def find_server(port: int) -> psutil.Process:
+    """The top process of the SGLang server that listens on `port`.
+
+    Raises:
+        PatchError: nothing listens there, or the listener is not an SGLang server.
+    """
+    listeners = [
+        entry
+        for entry in psutil.net_connections("inet")
+        if entry.status == psutil.CONN_LISTEN and entry.laddr and entry.laddr.port == port
+    ]
+    if not listeners:
+        raise PatchError(f"port {port}: nothing listens there\n  remedy     check the port; nothing was ended")
+    pids = sorted({entry.pid for entry in listeners if entry.pid})
+    if not pids:
+        raise PatchError(
+            f"port {port}: the listener belongs to another user\n  remedy     run this as that user; nothing was ended"
+        )
+    processes = [psutil.Process(pid) for pid in pids]
+    foreign = [process for process in processes if not is_server(process)]
+    if foreign:
+        raise PatchError(
+            f"port {port}: pid {foreign[0].pid} listens there and is not an SGLang server\n"
+            f"  seen       {_shown(foreign[0])}\n"
+            f"  expected   python -m sglang.launch_server, or sglang serve\n"
+            f"  remedy     check the port; nothing was ended"
+        )
+    # Several HTTP workers may share the port: the server is their common SGLang ancestor.
+    server = processes[0]
+    while (parent := server.parent()) is not None and is_server(parent):
+        server = parent
+    return server
+
+
+def is_server(process: psutil.Process) -> bool:
+    """Whether a process is an SGLang server or one of its workers, which name themselves `sglang::...`."""
+    try:
+        command = process.cmdline()
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return False
+    title = command[0] if command else ""
+    words = [word.rpartition("/")[2] for word in command]
+    launched = any(words[at : at + 2] == ["-m", "sglang.launch_server"] for at in range(len(words)))
+    served = any(words[at : at + 2] == ["sglang", "serve"] for at in range(min(len(words), 3)))
+    return title.startswith("sglang::") or launched or served
+
+
+def _children(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return process.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _shown(process: psutil.Process) -> str:
+    try:
+        command = " ".join(process.cmdline()) or process.name()
+    except psutil.Error:
+        return "gone"
+    return command if len(command) <= 100 else command[:97] + "..."
