@@ -1,0 +1,241 @@
+"""The OpenAI-compatible API as its users meet it: the real client, good and bad requests, and what the server tells."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from .server import Server
+
+PROMPT = "It was a dark and stormy night; the rain fell in torrents, and"
+CHAT: list[Any] = [{"role": "user", "content": "Tell me about the sea."}]
+
+
+@pytest.fixture
+def model(spec_server: Server) -> str:
+    return spec_server.model_path.name
+
+
+@pytest.fixture
+def client(spec_server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{spec_server.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+        yield client
+
+
+def test_models_lists_the_served_model(client: openai.OpenAI, model: str) -> None:
+    assert [entry.id for entry in client.models.list()] == [model]
+    assert client.models.retrieve(model).id == model
+
+
+def test_chat_completion_with_usage(client: openai.OpenAI, model: str) -> None:
+    answer = client.chat.completions.create(model=model, messages=CHAT, max_tokens=24, temperature=0)
+    assert answer.model == model
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.choices[0].message.content
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens > 0
+    assert 0 < answer.usage.completion_tokens <= 24
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    assert answer.choices[0].finish_reason == ("length" if answer.usage.completion_tokens == 24 else "stop")
+
+
+def test_text_completion_and_exact_max_tokens(client: openai.OpenAI, model: str) -> None:
+    # 1 to 9: accepted drafts must not overshoot at any place within a verify pass of 4 tokens.
+    for limit in range(1, 10):
+        answer = client.completions.create(
+            model=model, prompt=PROMPT, max_tokens=limit, temperature=0, extra_body={"ignore_eos": True}
+        )
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == limit
+        assert answer.choices[0].finish_reason == "length"
+
+
+def test_streams_carry_the_same_text_and_usage(client: openai.OpenAI, model: str) -> None:
+    whole = client.chat.completions.create(model=model, messages=CHAT, max_tokens=32, temperature=0)
+    chunks = list(
+        client.chat.completions.create(
+            model=model,
+            messages=CHAT,
+            max_tokens=32,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert sum(1 for chunk in chunks if chunk.choices and chunk.choices[0].delta.content) > 1
+    assert chunks[-1].usage == whole.usage
+    reasons = [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices and chunk.choices[0].finish_reason]
+    assert reasons == [whole.choices[0].finish_reason]
+
+    whole_text = client.completions.create(model=model, prompt=PROMPT, max_tokens=32, temperature=0)
+    parts = client.completions.create(model=model, prompt=PROMPT, max_tokens=32, temperature=0, stream=True)
+    assert "".join(part.choices[0].text for part in parts) == whole_text.choices[0].text
+
+
+def test_several_prompts_and_several_choices(client: openai.OpenAI, model: str) -> None:
+    prompts = [PROMPT, "The captain looked at the", "Once upon a time"]
+    answer = client.completions.create(model=model, prompt=prompts, max_tokens=12, temperature=0)
+    alone = [client.completions.create(model=model, prompt=p, max_tokens=12, temperature=0) for p in prompts]
+    assert [choice.text for choice in answer.choices] == [one.choices[0].text for one in alone]
+
+    chat = client.chat.completions.create(model=model, messages=CHAT, max_tokens=16, n=3, temperature=1.0)
+    assert [choice.index for choice in chat.choices] == [0, 1, 2]
+    assert len({choice.message.content for choice in chat.choices}) > 1
+    assert chat.usage is not None
+    assert chat.usage.completion_tokens <= 48
+
+
+def test_stop_string_ends_the_text_before_it(client: openai.OpenAI, model: str) -> None:
+    free = client.completions.create(model=model, prompt=PROMPT, max_tokens=64, temperature=0).choices[0].text
+    stop = free[len(free) // 2 :][:3]
+    stopped = client.completions.create(model=model, prompt=PROMPT, max_tokens=64, temperature=0, stop=stop)
+    assert stopped.choices[0].text == free[: free.index(stop)]
+    assert stopped.choices[0].finish_reason == "stop"
+
+
+def test_logprobs_belong_to_the_greedy_tokens(client: openai.OpenAI, model: str) -> None:
+    answer = client.chat.completions.create(
+        model=model, messages=CHAT, max_tokens=16, temperature=0, logprobs=True, top_logprobs=3
+    )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    assert answer.usage is not None
+    assert len(logprobs.content) == answer.usage.completion_tokens
+    for token in logprobs.content:
+        assert token.logprob <= 0
+        assert len(token.top_logprobs) == 3
+        best = max(entry.logprob for entry in token.top_logprobs)
+        assert token.logprob == pytest.approx(best, abs=1e-4)
+
+
+def test_a_seed_repeats_a_sampled_answer_and_another_does_not(client: openai.OpenAI, model: str) -> None:
+    def sample(seed: int) -> str | None:
+        answer = client.chat.completions.create(
+            model=model, messages=CHAT, max_tokens=32, temperature=1.0, top_p=0.95, seed=seed
+        )
+        return answer.choices[0].message.content
+
+    assert sample(7) == sample(7)
+    assert len({sample(seed) for seed in range(4)}) > 1
+
+
+BAD: dict[str, tuple[str, Any]] = {
+    "unknown model": ("completions", {"model": "gpt-4o", "prompt": "x"}),
+    "unknown model in chat": ("chat/completions", {"model": "gpt-4o", "messages": CHAT}),
+    "negative max_tokens": ("completions", {"prompt": "x", "max_tokens": -1}),
+    "negative max_tokens in chat": ("chat/completions", {"messages": CHAT, "max_tokens": -1}),
+    "prompt too long": ("completions", {"prompt": "word " * 200_000}),
+    "more tokens than fit": ("completions", {"prompt": "x", "max_tokens": 10_000_000}),
+    "malformed JSON": ("chat/completions", '{"messages": ['),
+    "JSON of another type": ("chat/completions", [1, 2]),
+    "no messages": ("chat/completions", {"messages": []}),
+    "messages of a wrong type": ("chat/completions", {"messages": "hello"}),
+    "message without role": ("chat/completions", {"messages": [{"content": "x"}]}),
+    "no prompt": ("completions", {"max_tokens": 4}),
+    "empty prompt": ("completions", {"prompt": ""}),
+    "prompt of a wrong type": ("completions", {"prompt": {"a": 1}}),
+    "token id beyond the vocabulary": ("completions", {"prompt": [10**6], "max_tokens": 2}),
+    "negative token id": ("completions", {"prompt": [-5], "max_tokens": 2}),
+    "max_tokens of a wrong type": ("completions", {"prompt": "x", "max_tokens": "many"}),
+    "temperature of a wrong type": ("completions", {"prompt": "x", "temperature": "hot"}),
+    "negative temperature": ("completions", {"prompt": "x", "temperature": -1}),
+    "top_p above 1": ("completions", {"prompt": "x", "top_p": 1.5}),
+    "top_k of 0": ("completions", {"prompt": "x", "top_k": 0}),
+    "penalty out of range": ("completions", {"prompt": "x", "frequency_penalty": 99}),
+    "n of 0": ("completions", {"prompt": "x", "n": 0}),
+    "negative n": ("chat/completions", {"messages": CHAT, "n": -1}),
+    "stop of a wrong type": ("completions", {"prompt": "x", "stop": 5}),
+    "seed of a wrong type": ("completions", {"prompt": "x", "seed": "lucky"}),
+    "seed beyond 64 bits": ("completions", {"prompt": "x", "seed": 2**70}),
+    "negative logprobs": ("completions", {"prompt": "x", "logprobs": -3}),
+    "top_logprobs out of range": ("chat/completions", {"messages": CHAT, "logprobs": True, "top_logprobs": 10**6}),
+    "logit_bias beyond the vocabulary": ("completions", {"prompt": "x", "logit_bias": {"99999999": 1.0}}),
+    "logit_bias of a wrong key": ("completions", {"prompt": "x", "logit_bias": {"word": 1.0}}),
+    "unknown response format": ("chat/completions", {"messages": CHAT, "response_format": {"type": "poem"}}),
+    "two grammars": ("completions", {"prompt": "x", "regex": "a+", "ebnf": 'root ::= "a"'}),
+    "broken regex": ("completions", {"prompt": "x", "regex": "(", "max_tokens": 4}),
+    "unknown lora adapter": ("completions", {"prompt": "x", "lora_path": "absent"}),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_gets_a_4xx_with_a_message_and_hurts_nobody(spec_server: Server, model: str, case: str) -> None:
+    endpoint, body = BAD[case]
+    if isinstance(body, dict):
+        body = {"model": model, **body}
+    good = {"model": model, "prompt": PROMPT, "max_tokens": 12, "temperature": 0, "stream": True}
+    with (
+        httpx.Client(base_url=spec_server.url, timeout=120) as http,
+        http.stream("POST", "/v1/completions", json=good) as other,
+    ):
+        # A good request runs while the bad one comes in.
+        lines = other.iter_lines()
+        first = next(lines)
+        response = http.post(
+            f"/v1/{endpoint}",
+            content=body if isinstance(body, str) else json.dumps(body),
+            headers={"Content-Type": "application/json"},
+        )
+        rest = [line for line in lines if line]
+    assert 400 <= response.status_code < 500, response.text
+    told = response.json()
+    message = told.get("message") or told.get("error", {}).get("message")
+    assert isinstance(message, str)
+    assert len(message) > 10
+    assert "Traceback" not in message
+    assert other.status_code == 200
+    assert first.startswith("data: ")
+    assert rest[-1] == "data: [DONE]"
+    assert spec_server.healthy()
+    assert spec_server.process.poll() is None
+
+
+def test_unknown_model_is_not_found_for_the_client(client: openai.OpenAI, model: str) -> None:
+    with pytest.raises(openai.NotFoundError, match=model):
+        client.chat.completions.create(model="gpt-4o", messages=CHAT)
+
+
+def test_server_info_tells_patch_set_and_accept_length(spec_server: Server, client: openai.OpenAI, model: str) -> None:
+    before = spec_server.get("/server_info")["sglang_patches"]
+    answer = client.completions.create(model=model, prompt=PROMPT, max_tokens=40, temperature=0)
+    told = spec_server.get("/server_info")
+    after = told["sglang_patches"]
+    assert after["release"] == told["version"] == "0.5.23"
+    names = [patch["name"] for patch in after["patches"]]
+    assert {"provenance", "strict-api", "cpu-eagle3"} <= set(names) or "cpu-eagle3" not in names
+    assert {state["sglang_patches"]["patch_set_id"] for state in told["internal_states"]} == {after["patch_set_id"]}
+    assert answer.usage is not None
+    # The first token comes from the prefill, all others from verify passes; the last pass may accept more than is kept.
+    accepted = after["accepted_tokens"] - before["accepted_tokens"]
+    assert answer.usage.completion_tokens - 1 <= accepted < answer.usage.completion_tokens + 4
+    assert after["verify_passes"] - before["verify_passes"] < accepted
+    assert after["accept_length"] == after["accepted_tokens"] / after["verify_passes"]
+    assert after["accept_length"] > 1.8
+
+
+def test_metrics_tell_patch_set_and_accept_length(spec_server: Server, client: openai.OpenAI, model: str) -> None:
+    client.completions.create(model=model, prompt=PROMPT, max_tokens=8, temperature=0)
+    told = spec_server.get("/server_info")["sglang_patches"]
+    lines = spec_server.metrics().splitlines()
+    (info,) = [line for line in lines if line.startswith("sglang_patches_info{")]
+    assert f'patch_set_id="{told["patch_set_id"]}"' in info
+    assert 'release="0.5.23"' in info
+    assert "provenance" in info
+    assert info.endswith(" 1.0")
+    (length,) = [line for line in lines if line.startswith("sglang_patches_accept_length{")]
+    assert float(length.rsplit(" ", 1)[1]) == pytest.approx(told["accept_length"])
+
+
+def test_every_process_logs_the_patch_set_once(spec_server: Server) -> None:
+    identifier = spec_server.get("/server_info")["sglang_patches"]["patch_set_id"]
+    lines = [line for line in spec_server.log().splitlines() if identifier in line]
+    upstream = [process for process in spec_server.tree() if "resource_tracker" not in " ".join(process.cmdline())]
+    assert len(lines) == len(upstream), lines

@@ -1,0 +1,151 @@
+"""provenance: what a server tells of itself, and that processes with different patch sets do not serve together."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import generate_latest
+from sglang.srt.managers.scheduler_components.metrics_reporter import SchedulerMetricsReporter
+
+from sglang_patches.provenance import code_state
+from sglang_patches.runtime import provenance
+
+MINE = code_state()["id"]
+
+
+def info(patch_set_id: str | None) -> dict[str, Any]:
+    return {"status": "ready"} | ({"sglang_patches": {"patch_set_id": patch_set_id}} if patch_set_id else {})
+
+
+def test_schedulers_with_the_same_patch_set_pass() -> None:
+    provenance.check_schedulers([info(MINE), info(MINE)])
+
+
+@pytest.mark.parametrize("other", ["0123", None])
+def test_schedulers_that_differ_or_tell_nothing_are_named(other: str | None) -> None:
+    with pytest.raises(provenance.CodeStateMismatch) as error:
+        provenance.check_schedulers([info(MINE), info(other), info(MINE), info(other)])
+    message = str(error.value)
+    assert "scheduler 1 has" in message
+    assert "scheduler 3 has" in message
+    assert "scheduler 2" not in message
+    assert MINE in message
+    assert "SGLANG_PATCHES" in message
+
+
+def test_a_data_parallel_controller_compares_its_schedulers() -> None:
+    assert provenance.controller_info([info(MINE)]) == provenance.scheduler_info()
+    with pytest.raises(provenance.CodeStateMismatch, match="scheduler 0"):
+        provenance.controller_info([info("0123")])
+
+
+def test_upstream_counts_acceptance_with_the_arguments_we_read() -> None:
+    names = list(inspect.signature(SchedulerMetricsReporter.update_spec_metrics).parameters)
+    assert names[:4] == ["self", "bs", "num_correct_drafts", "num_accept_tokens"]
+
+
+class Reporter:
+    """Stands where upstream's reporter does; a real one needs a scheduler with a loaded model."""
+
+    current_scheduler_metrics_enabled = False
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, int, int, int]] = []
+
+    @provenance.count_acceptance
+    def update_spec_metrics(
+        self, bs: int, num_correct_drafts: int, num_accept_tokens: int, num_block_accept_tokens: int = 0
+    ) -> None:
+        self.seen.append((bs, num_correct_drafts, num_accept_tokens, num_block_accept_tokens))
+
+
+def test_accept_length_counts_every_verify_pass_at_once() -> None:
+    before: dict[str, Any] = {}
+    provenance.add_scheduler_state(before)
+    reporter = Reporter()
+    reporter.update_spec_metrics(2, 3, 5, num_block_accept_tokens=7)
+    reporter.update_spec_metrics(bs=1, num_correct_drafts=3, num_accept_tokens=4)
+    after: dict[str, Any] = {}
+    provenance.add_scheduler_state(after)
+    assert reporter.seen == [(2, 3, 5, 7), (1, 3, 4, 0)]
+    counts = {key: after["sglang_patches"][key] - before["sglang_patches"][key] for key in _COUNTS}
+    assert counts == {"accepted_tokens": 9, "verify_passes": 3}
+
+
+_COUNTS = ("accepted_tokens", "verify_passes")
+
+
+def test_server_info_weighs_schedulers_by_their_passes_and_tells_the_patches() -> None:
+    states = [
+        {"sglang_patches": {"accepted_tokens": 30, "verify_passes": 10}},
+        {"sglang_patches": {"accepted_tokens": 10, "verify_passes": 10}},
+    ]
+    told = provenance.server_info(states)
+    assert told["accept_length"] == 2.0
+    assert told["patch_set_id"] == MINE
+    assert told["release"] == "0.5.23"
+    patches = {patch["name"]: patch for patch in told["patches"]}
+    assert len(patches["provenance"]["sha256"]) == 64
+    assert provenance.server_info([{}])["accept_length"] is None
+
+
+def test_info_metric_carries_the_code_state() -> None:
+    provenance.export_info()
+    lines = [line for line in generate_latest().decode().splitlines() if line.startswith("sglang_patches_info{")]
+    assert len(lines) == 1
+    assert f'patch_set_id="{MINE}"' in lines[0]
+    assert 'release="0.5.23"' in lines[0]
+    assert lines[0].endswith(" 1.0")
+
+
+RANK = """
+import sys
+from datetime import timedelta
+import torch.distributed as dist
+rank, store, behaviour = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3, timeout=timedelta(seconds=60))
+if behaviour == "check":
+    from sglang_patches.runtime import provenance
+    provenance.check_ranks(rank, 3, wait=timedelta(seconds=20))
+dist.barrier()
+"""
+
+
+def run_ranks(tmp_path: Path, odd_rank: int | None, behaviour: str, selection: str) -> list[tuple[int, str]]:
+    """Three real ranks, ``odd_rank`` of which differs: exit status and error output of each."""
+    processes = []
+    for rank in range(3):
+        odd = rank == odd_rank
+        env = os.environ | ({"SGLANG_PATCHES": selection} if odd else {})
+        command = [sys.executable, "-c", RANK, str(rank), str(tmp_path / "store"), behaviour if odd else "check"]
+        processes.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True))
+    try:
+        return [(process.wait(100), (process.stderr or pytest.fail("no stderr")).read()) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def test_ranks_with_one_patch_set_go_on(tmp_path: Path) -> None:
+    results = run_ranks(tmp_path, None, "check", "")
+    assert [status for status, _ in results] == [0, 0, 0], results
+
+
+@pytest.mark.parametrize(("behaviour", "selection"), [("check", "-strict-api"), ("skip", "none")])
+def test_a_rank_that_differs_or_is_silent_is_named_by_the_others(
+    tmp_path: Path, behaviour: str, selection: str
+) -> None:
+    results = run_ranks(tmp_path, 1, behaviour, selection)
+    for rank in (0, 2):
+        status, errors = results[rank]
+        assert status == 1
+        assert "CodeStateMismatch" in errors
+        assert "rank 1 has" in errors
+        assert f"rank {rank} has" in errors
+        assert f"rank {2 - rank} has" not in errors
