@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # not from `typing`, whose import costs more than all the rest of start-up
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
+    from typing import Any
 
     from sglang_patches.overlay import Overlay
 
