@@ -15,6 +15,7 @@ READ_AT_IMPORT = (
     "fused_qk_gemma_rmsnorm_cpu",
     "fused_qk_gemma_rmsnorm_with_gate_cpu",
     "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+    "fused_scale_residual_norm_scale_shift",
     "fused_sigmoid_gating_delta_rule_update_cpu",
     "fused_sigmoid_mul_cpu",
     "rmsnorm_cpu",
