@@ -25,8 +25,7 @@ def expected_masks(batch: Batch) -> list[list[list[bool]]]:
 
 def build(batch: Batch, seq_lens: list[int], tree_mask: torch.Tensor, mode: int) -> dict[str, torch.Tensor]:
     shape = (len(seq_lens), batch.drafts)
-    links = torch.full((3, *shape), -1, dtype=torch.int64)  # as SGLang allocates them: rows of one buffer
-    links[0] = -777
+    links = torch.full((3, *shape), -777)  # rows of one buffer, as SGLang allocates them
     out = {
         "positions": torch.full((shape[0] * shape[1],), -777),
         "index": links[0],
@@ -95,10 +94,10 @@ def test_full_mask_leaves_the_prefix_alone(batch: Batch, data: st.DataObject) ->
 def test_packed_mask(batch: Batch) -> None:
     bs, n = len(batch.trees), batch.drafts
     dtype = torch.uint8 if n <= 8 else torch.uint16 if n <= 16 else torch.uint32
-    mask = torch.zeros(bs * n + 3, dtype=dtype)
+    mask = torch.full((bs * n + 3,), 5, dtype=dtype)
     build(batch, [9] * bs, mask, BITPACKING)
     rows = [row for masks in expected_masks(batch) for row in masks]
-    assert mask.tolist() == [*(sum(1 << j for j, bit in enumerate(row) if bit) for row in rows), 0, 0, 0]
+    assert mask.tolist() == [*(sum(1 << j for j, bit in enumerate(row) if bit) for row in rows), 5, 5, 5]
 
 
 @pytest.mark.parametrize("drafts", range(2, 6))

@@ -8,64 +8,57 @@ import torch
 FULL_MASK, QLEN_ONLY, QLEN_ONLY_BITPACKING = 0, 1, 2
 
 
-def _parents(parent_list: np.ndarray, selected: np.ndarray, topk: int) -> np.ndarray:
-    """Parent node of each node: [bs, n] integer, 0 for the root itself; a node without one is its own parent."""
-    bs, drafts = selected.shape
-    parents = np.zeros((bs, drafts + 1), dtype=np.int64)
-    group = selected // topk
-    if not group.any():  # every draft token hangs from the root
-        return parents
-    parent_token = np.take_along_axis(parent_list, group, axis=1)
-    match = parent_token[:, :, None] == selected[:, None, :]
-    found = match.argmax(axis=2) + 1
-    found = np.where(match.any(axis=2), found, np.arange(1, drafts + 1))
-    parents[:, 1:] = np.where(group == 0, 0, found)
+def _parents(parent_list: list[int], selected: list[int], topk: int) -> list[int]:
+    """Parent of each node of one tree; the root, and a node whose parent was not selected, are their own."""
+    node_of = {token: node for node, token in enumerate(selected, start=1)}
+    parents = [0]
+    for node, token in enumerate(selected, start=1):
+        group = token // topk
+        parents.append(node_of.get(parent_list[group], node) if group else 0)
     return parents
 
 
-def _ancestors(parents: np.ndarray, depth: int) -> np.ndarray:
-    """[bs, n, n] bool: node i attends node j, its ancestor, itself or the root."""
-    bs, n = parents.shape
-    mask = np.zeros((bs, n, n), dtype=bool)
-    mask[:, :, 0] = True
-    nodes = np.arange(n)
-    batch = np.arange(bs)[:, None]
-    current = np.broadcast_to(nodes, (bs, n))
-    for _ in range(depth):
-        mask[batch, nodes, current] = True
-        current = parents[batch, current]
-    return mask
+def _links(parents: list[int]) -> tuple[list[int], list[int]]:
+    """First child and next sibling of each node, in node order; -1 for none."""
+    child, sibling = [-1] * len(parents), [-1] * len(parents)
+    for node in range(len(parents) - 1, 0, -1):
+        parent = parents[node]
+        if parent != node:
+            sibling[node] = child[parent]
+            child[parent] = node
+    return child, sibling
 
 
-def _write_links(parents: np.ndarray, next_token: np.ndarray, next_sibling: np.ndarray) -> None:
-    """Link each node to its first child and to its next sibling, in node order."""
-    for b, row in enumerate(parents.tolist()):
-        children: dict[int, int] = {}
-        for node in range(len(row) - 1, 0, -1):
-            parent = row[node]
-            if parent == node:
-                continue
-            if parent in children:
-                next_sibling[b, node] = children[parent]
-            children[parent] = node
-        next_token[b, list(children)] = list(children.values())
+def _paths(parents: list[int]) -> tuple[list[int], list[int]]:
+    """Of each node: the nodes it attends (ancestors, itself, the root) as a bit set, and its depth."""
+    paths, depths = [1], [0]
+    for node in range(1, len(parents)):
+        parent = parents[node] if parents[node] != node else 0
+        paths.append(paths[parent] | 1 << node)
+        depths.append(depths[parent] + 1)
+    return paths, depths
 
 
-def _write_mask(mask: np.ndarray, seq_lens: list[int], tree_mask: torch.Tensor, mode: int) -> None:
-    bs, n, _ = mask.shape
+def _write_mask(paths: list[int], n: int, seq_lens: list[int], tree_mask: torch.Tensor, mode: int) -> None:
+    """Write the bit sets of all nodes, request after request."""
     out = tree_mask.numpy().view(np.uint8)
+    if mode == QLEN_ONLY_BITPACKING:
+        item_bytes = 1 if n <= 8 else 2 if n <= 16 else 4
+        packed = b"".join([path.to_bytes(item_bytes, "little") for path in paths])
+        out[: len(packed)] = np.frombuffer(packed, np.uint8)
+        return
+    item_bytes = (n + 7) // 8
+    packed = b"".join([path.to_bytes(item_bytes, "little") for path in paths])
+    bytes_ = np.frombuffer(packed, np.uint8).reshape(len(paths), item_bytes)
+    mask = np.unpackbits(bytes_, axis=1, count=n, bitorder="little")
     if mode == QLEN_ONLY:
         out[: mask.size] = mask.reshape(-1)
-    elif mode == FULL_MASK:
-        offset = 0
-        for b, seq_len in enumerate(seq_lens):
-            end = offset + n * (seq_len + n)
-            out[offset:end].reshape(n, seq_len + n)[:, seq_len:] = mask[b]
-            offset = end
-    else:
-        item_bytes = 1 if n <= 8 else 2 if n <= 16 else 4
-        bits = np.packbits(mask, axis=2, bitorder="little")
-        out[: bs * n * item_bytes].reshape(bs, n, item_bytes)[:, :, : bits.shape[2]] |= bits
+        return
+    offset = 0
+    for b, seq_len in enumerate(seq_lens):
+        end = offset + n * (seq_len + n)
+        out[offset:end].reshape(n, seq_len + n)[:, seq_len:] = mask[b * n : (b + 1) * n]
+        offset = end
 
 
 def build_tree_kernel_efficient_cpu(
@@ -95,12 +88,13 @@ def build_tree_kernel_efficient_cpu(
         verified_seq_len: [bs] integer; tokens before node 0.
         tree_mask: flat, bool or uint8, changed. Mode 0 (FULL_MASK): for each request [n, seq_len + n], of which the
             first seq_len columns are left alone. Mode 1 (QLEN_ONLY): [bs, n, n]. Mode 2 (QLEN_ONLY_BITPACKING):
-            [bs, n] of 1, 2 or 4 bytes for n up to 8, 16 or 32, bit j for node j, zero on entry.
+            [bs, n] of 1, 2 or 4 bytes for n up to 8, 16 or 32, bit j for node j.
         positions: [bs * n] int64, changed: verified_seq_len + depth in the tree.
         retrive_index: [bs, n] int64, changed: flat index ``b * n + i``.
-        retrive_next_token, retrive_next_sibling: [bs, n] int64, -1 on entry; changed where a node has a child (the
-            first in node order) or a later sibling.
-        topk, depth: branching and number of draft steps.
+        retrive_next_token, retrive_next_sibling: [bs, n] int64, changed: a node's first child and next sibling in
+            node order, -1 for none.
+        topk: branching of the draft.
+        depth: draft steps; not needed here, as the tree ends where its nodes do.
         draft_token_num: n.
         tree_mask_mode: 0, 1 or 2.
 
@@ -115,20 +109,21 @@ def build_tree_kernel_efficient_cpu(
         )
     if tree_mask_mode == QLEN_ONLY_BITPACKING and n > 32:
         raise ValueError(f"build_tree_kernel_efficient_cpu: QLEN_ONLY_BITPACKING holds 32 draft tokens, not {n}")
-    seq_lens = verified_seq_len.numpy()
-    out_positions = positions.numpy().reshape(bs, n)
-    next_token = retrive_next_token.numpy()
+    seq_lens = verified_seq_len.tolist()
+    all_paths, all_positions, all_child, all_sibling = [], [], [], []
+    for seq_len, groups, selected in zip(seq_lens, parent_list.tolist(), selected_index.tolist(), strict=True):
+        parents = _parents(groups, selected, topk)
+        child, sibling = _links(parents)
+        paths, depths = _paths(parents)
+        all_child.append(child)
+        all_sibling.append(sibling)
+        all_paths += paths
+        all_positions += [seq_len + depth for depth in depths]
+    positions.numpy()[...] = all_positions
     retrive_index.numpy()[...] = np.arange(bs * n).reshape(bs, n)
-    if topk == 1 and n == depth + 1:  # a chain: every draft token is in, each hangs from the one before it
-        mask = np.broadcast_to(np.tri(n, dtype=bool), (bs, n, n))
-        out_positions[...] = seq_lens[:, None] + np.arange(n)
-        next_token[:, :-1] = np.arange(1, n)
-    else:
-        parents = _parents(parent_list.numpy(), selected_index.numpy(), topk)
-        mask = _ancestors(parents, depth)
-        out_positions[...] = seq_lens[:, None] + mask[:, :, 1:].sum(axis=2)
-        _write_links(parents, next_token, retrive_next_sibling.numpy())
-    _write_mask(mask, seq_lens.tolist(), tree_mask, tree_mask_mode)
+    retrive_next_token.numpy()[...] = all_child
+    retrive_next_sibling.numpy()[...] = all_sibling
+    _write_mask(all_paths, n, seq_lens, tree_mask, tree_mask_mode)
 
 
 def verify_tree_greedy_cpu(
