@@ -1,0 +1,61 @@
+"""Patch ``clean-stop``: a server that ends, also one that is told to while it starts, leaves none of its files behind.
+
+Upstream 0.5.23 never removes the shared-memory file of its load snapshots (``managers/load_snapshot.py``) and the
+UNIX sockets between its processes (``PortArgs.init_new``), and a SIGTERM before the first request kills the launching
+process where it stands.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import os
+import signal
+import threading
+from collections.abc import Sequence
+from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import PortArgs
+
+_IPC = "ipc://"
+
+
+def files_of(port_args: PortArgs) -> list[str]:
+    """Paths of the files by which the processes of one server meet; they need not exist."""
+    from sglang.srt.managers.load_snapshot import shm_path_for
+
+    values = [getattr(port_args, field.name) for field in dataclasses.fields(port_args)]
+    sockets = [value.removeprefix(_IPC) for value in values if isinstance(value, str) and value.startswith(_IPC)]
+    return [*sockets, shm_path_for(port_args.instance_id)]
+
+
+def remove_at_exit(port_args: PortArgs) -> None:
+    """Remove this server's files when this process, which launches the others and outlives them, ends.
+
+    Not when it is killed with SIGKILL, which upstream also does to itself after a child failed.
+    """
+    atexit.register(_remove, os.getpid(), files_of(port_args))
+
+
+def _remove(owner: int, files: Sequence[str]) -> None:
+    if os.getpid() != owner:  # a fork inherits exit handlers
+        return
+    for file in files:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(file)
+
+
+def exit_on_sigterm() -> None:
+    """Until the running server takes SIGTERM over, let it unwind the launching process, which ends its children.
+
+    Does nothing where the application has a handler of its own, or outside the main thread, where none can be set.
+    """
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _exit)
+
+
+def _exit(signum: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + signum)
