@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from functools import cached_property
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.util import spec_from_file_location
 from types import CodeType, ModuleType
@@ -56,9 +57,9 @@ class Overlay:
             overlay.check(path, installed.read(path), installed.path(path))
         return overlay
 
-    @property
+    @cached_property
     def patch_set(self) -> dict[str, Any]:
-        """See `provenance.patch_set`."""
+        """See `provenance.patch_set`; as of when this process first asked, whatever is on disk later."""
         from sglang_patches import provenance
 
         return provenance.patch_set(self.upstream.release, self.on)
