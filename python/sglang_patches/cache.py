@@ -18,7 +18,8 @@ from sglang_patches.upstream import digest
 
 logger = logging.getLogger("sglang_patches")
 
-_private: str | None = None
+# This process's own folder once the cache folder has failed, and how that failed.
+_private: tuple[str, OSError] | None = None
 
 
 def folder() -> str:
@@ -43,33 +44,38 @@ def store(key: str, relative: str, content: bytes, original: str, source: bytes)
     Raises:
         PatchError: neither the cache folder nor the temporary folder takes the file.
     """
-    global _private
     # Such modules look for files beside them: the copy gets links to what stands beside the original.
-    linked = b"__file__" in source or relative.endswith("/__init__.py")
+    linked = original if b"__file__" in source or relative.endswith("/__init__.py") else None
     if linked:
         key = f"{key}-{digest(original.encode())[:8]}"
-    root = folder()
     if _private is None:
         try:
-            return _put(root, key, relative, content, original if linked else None)
+            return _put(folder(), key, relative, content, linked)
         except OSError as error:
-            problem = error
-        try:
-            _private = tempfile.mkdtemp(prefix="sglang-patches-")
-            atexit.register(_remove, _private, os.getpid())
-        except OSError as error:
-            raise _unwritable(root, problem, tempfile.gettempdir(), error) from error
-        logger.warning(
-            "cannot use the cache folder %s (%s): this process keeps its patched files in %s until it ends; "
-            "set SGLANG_PATCHES_CACHE to a writable folder of your own",
-            root,
-            problem,
-            _private,
-        )
+            _use_private_folder(error)
+    assert _private is not None
+    temporary, problem = _private
     try:
-        return _put(_private, key, relative, content, original if linked else None)
+        return _put(temporary, key, relative, content, linked)
     except OSError as error:
-        raise _unwritable(root, "see the warning above", _private, error) from error
+        raise _unwritable(problem, temporary, error) from error
+
+
+def _use_private_folder(problem: OSError) -> None:
+    global _private
+    try:
+        temporary = tempfile.mkdtemp(prefix="sglang-patches-")
+    except OSError as error:
+        raise _unwritable(problem, tempfile.gettempdir(), error) from error
+    atexit.register(_remove, temporary, os.getpid())
+    _private = temporary, problem
+    logger.warning(
+        "cannot use the cache folder %s (%s): this process keeps its patched files in %s until it ends; "
+        "set SGLANG_PATCHES_CACHE to a writable folder of your own",
+        folder(),
+        problem,
+        temporary,
+    )
 
 
 def _put(root: str, key: str, relative: str, content: bytes, original: str | None) -> str:
@@ -117,10 +123,10 @@ def _remove(folder: str, creator: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _unwritable(root: str, problem: object, temporary: str, error: OSError) -> PatchError:
+def _unwritable(problem: OSError, temporary: str, error: OSError) -> PatchError:
     return PatchError(
         f"cannot write patched files\n"
-        f"  cache      {root}: {problem}\n"
+        f"  cache      {folder()}: {problem}\n"
         f"  temporary  {temporary}: {error}\n"
         f"  remedy     set SGLANG_PATCHES_CACHE to a writable folder with a few megabytes free, "
         f"or run without patches: SGLANG_PATCHES=none"
