@@ -133,7 +133,11 @@ def verify(as_json: AsJson = False) -> None:
     """
     from sglang_patches.verify import report
 
-    ok = report(*context(), as_json=as_json)
+    try:
+        ok = report(*context(), as_json=as_json)
+    except PatchError as error:
+        typer.echo(f"sglang-patches: {error}", err=True)
+        ok = False
     raise typer.Exit(0 if ok else 1)
 
 
@@ -160,6 +164,7 @@ def new(
 ) -> None:
     """Begin a patch: write upstream's FILEs and a header to fill in to DIR; `refresh NAME DIR` then exports it."""
     installed, patches = context()
+    series.check_name(name)
     if name in patches.by_name:
         raise PatchError(f"{name} exists\n  remedy     change it with: sglang-patches edit {name} DIR")
     written = editing.check_out(installed, directory, files)

@@ -72,6 +72,8 @@ def export(series: Series, upstream: Upstream, name: str, tree: Path | None = No
     edited: dict[str, bytes] = {}
     header = patch.header if patch else ""
     if tree is not None:
+        if not tree.is_dir():
+            raise PatchError(f"{tree}: no such folder\n  remedy     make it with: sglang-patches edit {name} {tree}")
         for file in sorted(tree.rglob("*.py")):
             edited[file.relative_to(tree).as_posix()] = file.read_bytes()
         if (tree / HEADER).is_file():

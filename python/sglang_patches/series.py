@@ -132,16 +132,23 @@ def load(release: str, folder: Path | None = None) -> Series:
     patches: list[Patch] = []
     for entry in names:
         name = entry.removesuffix(".patch")
-        if entry == name or not _NAME.fullmatch(name):
-            raise PatchError(
-                f"{lane / 'series'}: {entry!r} is not a patch file name\n"
-                f"  expected   lower-case words joined with hyphens, and .patch: eagle-verify-cuda-graph.patch\n"
-                f"  remedy     correct the series file"
-            )
+        if entry == name:
+            raise PatchError(f"{lane / 'series'}: {entry!r} is not a patch file name\n  remedy     add .patch to it")
+        check_name(name)
         if any(patch.name == name for patch in patches):
             raise PatchError(f"{lane / 'series'}: {entry} is listed twice\n  remedy     remove one of the two lines")
         patches.append(load_patch(lane / entry))
     return Series(release, lane, tuple(patches))
+
+
+def check_name(name: str) -> None:
+    """Raise PatchError where `name` cannot name a patch."""
+    if not _NAME.fullmatch(name):
+        raise PatchError(
+            f"{name!r} is not a name for a patch\n"
+            f"  expected   lower-case words joined with hyphens, such as eagle-verify-cuda-graph\n"
+            f"  remedy     choose such a name; the file in the series is called NAME.patch"
+        )
 
 
 def load_patch(file: Path) -> Patch:

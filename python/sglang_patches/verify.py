@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 import subprocess
 import tempfile
@@ -21,7 +22,7 @@ from rich.table import Table
 
 from sglang_patches import activate, editing, hunks
 from sglang_patches.errors import PatchError
-from sglang_patches.series import Patch, Series
+from sglang_patches.series import Patch, Series, load, releases
 from sglang_patches.upstream import Upstream, digest
 
 _RUNTIME_IMPORT = re.compile(rb"\s*from sglang_patches\.runtime(?:\.(\w+))? import (\w+)")
@@ -87,8 +88,11 @@ def _files(series: Series) -> Iterator[Result]:
     for one, other in itertools.combinations(series.patches, 2):
         if one.insertions == other.insertions:
             yield Result("no duplicates", f"{one.name}, {other.name}", "both patches insert the same lines")
+    if os.environ.get("SGLANG_PATCHES_DIR"):
+        return  # another series than the one this package's code is for
     package = Path(activate.__file__).parent
-    used = {module for patch in series.patches for module in _runtime_modules(patch)}
+    lanes = [load(release, series.folder.parent) for release in releases(series.folder.parent)]
+    used = {module for lane in lanes for patch in lane.patches for module in _runtime_modules(patch)}
     for module in sorted(package.glob("runtime/[a-z]*")):
         if module.suffix == ".py" or (module / "__init__.py").is_file():
             named = re.compile(rf"\b{module.stem}\b")

@@ -85,8 +85,8 @@ def test_refuses_a_release_without_a_lane(sandbox: Sandbox) -> None:
         ("gone.patch", "gone.patch: no such patch, but "),
         ("p.patch", "p.patch is listed twice"),
         ("p", "'p' is not a patch file name"),
-        ("Upper.patch", "'Upper.patch' is not a patch file name"),
-        ("../p.patch", "'../p.patch' is not a patch file name"),
+        ("Upper.patch", "'Upper' is not a name for a patch"),
+        ("../p.patch", "'../p' is not a name for a patch"),
     ],
 )
 def test_refuses_a_series_that_does_not_name_patches(sandbox: Sandbox, line: str, problem: str) -> None:
