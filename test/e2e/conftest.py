@@ -14,7 +14,11 @@ from .server import REPO, Server, free_port, serve_command
 CONFIGURATIONS: dict[str, tuple[bool, list[str]]] = {
     "plain": (False, []),
     "spec": (True, []),
-    "tree": (True, ["--speculative-eagle-topk", "4", "--speculative-num-draft-tokens", "8"]),
+    # Small prefill chunks too, so that one server shows both.
+    "tree": (
+        True,
+        ["--speculative-eagle-topk", "4", "--speculative-num-draft-tokens", "8", "--chunked-prefill-size", "256"],
+    ),
 }
 # Tests run in this order of the servers they need, so that no more than two are alive and none starts twice.
 SCHEDULE = [

@@ -23,7 +23,6 @@ from .cache_locs import (
 )
 from .kvcacheio import copy_all_layer_kv_cache_cpu
 from .murmur import murmur_hash32_cpu
-from .sampling import top_k_renorm_prob, top_p_renorm_prob, tree_speculative_sampling_target_only
 from .tree import build_tree_kernel_efficient_cpu, verify_tree_greedy_cpu
 
 __version__ = "0.1.0"
@@ -38,9 +37,6 @@ __all__ = [
     "fill_bonus_tokens_cpu",
     "murmur_hash32_cpu",
     "rotate_input_ids_cpu",
-    "top_k_renorm_prob",
-    "top_p_renorm_prob",
-    "tree_speculative_sampling_target_only",
     "verify_tree_greedy_cpu",
 ]
 

@@ -11,7 +11,6 @@ from .cache_locs import (
     fill_bonus_tokens_cpu,
     rotate_input_ids_cpu,
 )
-from .sampling import tree_speculative_sampling_target_only
 from .tree import build_tree_kernel_efficient_cpu, verify_tree_greedy_cpu
 
 __all__ = [
@@ -22,7 +21,6 @@ __all__ = [
     "fill_accept_out_cache_loc_cpu",
     "fill_bonus_tokens_cpu",
     "rotate_input_ids_cpu",
-    "tree_speculative_sampling_target_only",
     "verify_tree_greedy_cpu",
 ]
 
