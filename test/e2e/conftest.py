@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,6 +32,8 @@ SCHEDULE = [
 ]
 MAX_ALIVE = 2
 MODEL = Path(os.environ.get("TEST_MODEL", REPO / "test/models/tiny-kimi"))
+# Added to every server's command line, for example to run these tests on another attention backend or on a GPU.
+SERVER_ARGS = shlex.split(os.environ.get("TEST_SERVER_ARGS", ""))
 DRAFT = Path(os.environ.get("TEST_DRAFT", REPO / "test/models/tiny-kimi-eagle3"))
 
 
@@ -61,7 +64,7 @@ class Servers:
             speculation, arguments = CONFIGURATIONS[name]
             port = free_port()
             draft = DRAFT if speculation else None
-            server = Server(serve_command(port, MODEL, draft, arguments), port, MODEL, draft, {})
+            server = Server(serve_command(port, MODEL, draft, [*arguments, *SERVER_ARGS]), port, MODEL, draft, {})
             server.wait_ready()
             print(f"\n{name} server ready after {server.ready_seconds:.0f} s, log: {server.log_path}")
             self._alive[name] = server

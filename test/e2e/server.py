@@ -153,7 +153,9 @@ class Server:
             # Another server of the test session may have made it: ask who has it open.
             if not _mapped_by_others(f"/dev/shm/{name}", ours):
                 left.append(f"shared memory /dev/shm/{name}")
-        left += [f"temporary file {path}" for path in sorted(self.tmp.rglob("*"))]
+        # Empty folders stay: torch makes one in each process and a killed process cannot remove it.
+        left += [f"temporary file {path}" for path in sorted(self.tmp.rglob("*")) if not path.is_dir()]
+        left += [f"process {process.pid} of this session" for process in _session(self.process.pid)]
         return left
 
     def kill(self, tree: Sequence[psutil.Process] = ()) -> None:
@@ -161,6 +163,18 @@ class Server:
         for process in alive([*tree, *self.tree()]):
             process.kill()
         self.process.wait()
+
+
+def _session(leader: int) -> list[psutil.Process]:
+    """Processes of the session that ``leader`` began, which includes those that are no longer its children."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            continue
+    return found
 
 
 def _mapped_by_others(path: str, ours: set[str]) -> bool:
