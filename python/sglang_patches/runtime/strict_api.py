@@ -87,7 +87,8 @@ def check_request(manager: TokenizerManager, request: Any) -> None:
 
     ``n`` below 1 waits for no answer forever. More top log-probabilities than the vocabulary has tokens, stop token ids
     beyond it with ``min_tokens``, a ``top_k`` that is no int32, and a ``logit_bias`` that makes logits infinite fail in
-    the scheduler. A broken ``stop_regex`` and a list of ids for one request give a 500. A batch has lists where a single request has values.
+    the scheduler. A broken ``stop_regex`` and a list of ids for one request give a 500.
+    A batch has lists where a single request has values.
     """
     if isinstance(request.rid, list) and isinstance(getattr(request, "text", None), str):
         raise ValueError(f"rid is a list of {len(request.rid)}, but there is one prompt; give one string.")
