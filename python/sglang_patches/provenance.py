@@ -18,11 +18,15 @@ from sglang_patches.upstream import digest, locate
 _RUNTIME = Path(__file__).with_name("runtime")
 
 
-def version() -> str:
-    """The version of this distribution."""
+def version() -> str | None:
+    """The version of this distribution; None where it runs from a source tree on `PYTHONPATH`, not installed."""
+    from importlib.metadata import PackageNotFoundError
     from importlib.metadata import version as installed
 
-    return installed("sglang-patches")
+    try:
+        return installed("sglang-patches")
+    except PackageNotFoundError:
+        return None
 
 
 def code_sha256(patch: Patch) -> str:

@@ -39,6 +39,9 @@ _CPU_ENV = {
 }
 
 
+_SMALL_MODEL_BYTES = 1 << 30
+
+
 @dataclass
 class Launch:
     """What is to be executed: command line, environment, and remarks for the person who started it."""
@@ -60,6 +63,11 @@ def _model_config(model: str) -> dict[str, object] | None:
             "downloaded model or a hub name like owner/model"
         )
     return None
+
+
+def _weight_bytes(model: str) -> int:
+    """Bytes of a checkpoint folder's weight files."""
+    return sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
 
 
 def plan(
@@ -98,6 +106,11 @@ def plan(
         notes.append("no draft model (DRAFT=): serving without speculative decoding")
     if cuda:
         notes.append("GPU found: serving with CUDA")
+        if config is not None and _weight_bytes(model) < _SMALL_MODEL_BYTES:
+            # Upstream sizes the target's KV pool by free memory and gives the draft's as many slots without counting
+            # them; next to a model this small the two do not fit.
+            argv += ["--max-total-tokens", "65536"]
+            notes.append("small model: KV cache limited to 65536 tokens (ARGS='--max-total-tokens N' changes it)")
     else:
         argv += _CPU_ARGS
         env = {**_CPU_ENV, **env}

@@ -56,6 +56,15 @@ def test_cuda_gets_no_cpu_setting(tiny: Path, draft: Path) -> None:
     assert launch.env == {}
 
 
+@pytest.mark.parametrize(("size", "limited"), [(1 << 20, True), (2 << 30, False)])
+def test_only_a_small_model_gets_a_small_kv_cache_on_a_gpu(tiny: Path, size: int, limited: bool) -> None:
+    with (tiny / "model.safetensors").open("wb") as file:
+        file.truncate(size)  # sparse
+    launch = serve.plan(str(tiny), "", 1, 30000, [], cuda=True, environ={})
+    assert ("--max-total-tokens" in launch.argv) is limited
+    assert any("KV cache limited to 65536 tokens" in note for note in launch.notes) is limited
+
+
 def test_every_option_exists_in_the_pinned_upstream(tiny: Path, draft: Path) -> None:
     """Upstream's own parser takes what is given for the bundled and for the real model."""
     extra = ["--mem-fraction-static", "0.8"]
