@@ -178,14 +178,20 @@ def _session(leader: int) -> list[psutil.Process]:
 
 
 def _mapped_by_others(path: str, ours: set[str]) -> bool:
+    """Whether another process maps this file; by inode, since a semaphore is mapped under its temporary name."""
+    try:
+        inode = str(os.stat(path).st_ino)
+    except FileNotFoundError:
+        return True
     for maps in Path("/proc").glob("[0-9]*/maps"):
         if maps.parent.name in ours:
             continue
         try:
-            if path in maps.read_text():
-                return True
+            fields = [line.split(maxsplit=5) for line in maps.read_text().splitlines()]
         except OSError:
             continue
+        if any(len(field) == 6 and field[4] == inode and field[5].startswith("/dev/shm/") for field in fields):
+            return True
     return False
 
 

@@ -1,8 +1,9 @@
 """Patch ``clean-stop``: a server that ends, also one that is told to while it starts, leaves none of its files behind.
 
 Upstream 0.5.23 never removes the shared-memory file of its load snapshots (``managers/load_snapshot.py``) and the
-UNIX sockets between its processes (``PortArgs.init_new``), and a SIGTERM before the first request kills the launching
-process where it stands.
+UNIX sockets between its processes (``PortArgs.init_new``). Where it kills its children (``kill_process_tree``: on
+SIGINT, and whenever one of them fails), it kills Python's resource tracker too, whose job is to remove the semaphores
+of processes that die so. And a SIGTERM before the first request kills the launching process where it stands.
 """
 
 from __future__ import annotations
@@ -14,13 +15,17 @@ import os
 import signal
 import threading
 from collections.abc import Sequence
+from multiprocessing import resource_tracker
 from types import FrameType
 from typing import TYPE_CHECKING
+
+import psutil
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import PortArgs
 
 _IPC = "ipc://"
+_SHARED_MEMORY = "/dev/shm"
 
 
 def files_of(port_args: PortArgs) -> list[str]:
@@ -35,9 +40,17 @@ def files_of(port_args: PortArgs) -> list[str]:
 def remove_at_exit(port_args: PortArgs) -> None:
     """Remove this server's files when this process, which launches the others and outlives them, ends.
 
-    Not when it is killed with SIGKILL, which upstream also does to itself after a child failed.
+    After a SIGKILL, which upstream also sends itself when a child failed, the resource tracker still removes what is in
+    shared memory; the sockets stay.
     """
-    atexit.register(_remove, os.getpid(), files_of(port_args))
+    files = files_of(port_args)
+    for name in _shared_memory_names(files):
+        resource_tracker.register(name, "shared_memory")
+    atexit.register(_remove, os.getpid(), files)
+
+
+def _shared_memory_names(files: Sequence[str]) -> list[str]:
+    return [file.removeprefix(_SHARED_MEMORY) for file in files if file.startswith(_SHARED_MEMORY + "/")]
 
 
 def _remove(owner: int, files: Sequence[str]) -> None:
@@ -46,6 +59,20 @@ def _remove(owner: int, files: Sequence[str]) -> None:
     for file in files:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(file)
+    for name in _shared_memory_names(files):
+        resource_tracker.unregister(name, "shared_memory")
+
+
+def spare_resource_tracker(children: Sequence[psutil.Process]) -> list[psutil.Process]:
+    """``children`` without Python's resource tracker, which cleans up and ends by itself once the others have ended."""
+    return [child for child in children if not _is_resource_tracker(child)]
+
+
+def _is_resource_tracker(process: psutil.Process) -> bool:
+    try:
+        return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
+    except psutil.Error:  # gone, or a zombie
+        return False
 
 
 def exit_on_sigterm() -> None:

@@ -1,0 +1,69 @@
+"""clean-stop: which files are removed, and when. Whole servers are stopped in e2e/test_stop.py."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+OWNER = """
+import os, signal, sys, time, multiprocessing
+from sglang.srt.server_args import PortArgs
+from sglang.srt.managers.load_snapshot import shm_path_for
+from sglang.srt.utils import kill_process_tree
+from sglang_patches.runtime import clean_stop
+
+def work(held):
+    time.sleep(600)
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    names = [f"ipc://{sys.argv[1]}/{n}" for n in range(5)]
+    ports = PortArgs(*names[:3], 1, *names[3:], None, None, instance_id=sys.argv[2])
+    for file in clean_stop.files_of(ports):
+        open(file, "w").close()
+    clean_stop.remove_at_exit(ports)
+    child = context.Process(target=work, args=(context.Semaphore(),), daemon=True)
+    child.start()
+    if os.fork() == 0:
+        sys.exit()  # a fork must not remove its parent's files
+    os.wait()
+    assert os.path.exists(shm_path_for(sys.argv[2]))
+    if sys.argv[3] == "exit":
+        kill_process_tree(os.getpid(), include_parent=False)
+    elif sys.argv[3] == "sigterm":
+        clean_stop.exit_on_sigterm()
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+    else:
+        kill_process_tree(os.getpid())
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "sockets"), [("exit", 0, 0), ("sigterm", 128 + signal.SIGTERM, 0), ("kill", -signal.SIGKILL, 5)]
+)
+def test_files_go_with_the_process_that_owns_them(tmp_path: Path, how: str, status: int, sockets: int) -> None:
+    script = tmp_path / "owner.py"
+    script.write_text(OWNER)
+    folder = tmp_path / "sockets"
+    folder.mkdir()
+    instance = f"test{os.getpid()}{how}"
+    before = set(os.listdir("/dev/shm"))
+    command = [sys.executable, str(script), str(folder), instance, how]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == status, done.stderr
+    # After a kill it is the resource tracker that removes shared memory, once it sees that all others have ended.
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and [name for name in os.listdir("/dev/shm") if instance in name]:
+        time.sleep(0.1)
+    left = [name for name in set(os.listdir("/dev/shm")) - before if instance in name]
+    assert left == []
+    assert len(list(folder.iterdir())) == sockets
+    if how == "exit":
+        assert "leaked" not in done.stderr
