@@ -11,15 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmark.tiny_kimi import tokenizer as tok
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
-from benchmark.tiny_kimi import tokenizer as tok
-
 # Layer OUTPUTS the draft reads. Upstream adds 1 because the first id is 1, and captures the inputs of layers 2, 6, 9.
 AUX_LAYER_IDS = [1, 5, 8]
-DRAFT_VOCAB_SIZE = 2048
+DRAFT_VOCAB_SIZE = 3072
 
 # Every attention dimension differs from every other (also the sums that are stored side by side: 80, 88, 104), so that
 # code which mixes two of them up cannot run, or cannot be right.
