@@ -33,7 +33,7 @@ def stop_server(port: int, timeout: float, echo: Callable[[str], None] = print) 
         if server.is_running():
             # Children started meanwhile; a child whose parent has ended can no longer be found this way.
             processes += [child for child in _children(server) if child not in processes]
-        _gone, alive = psutil.wait_procs(processes, timeout=0.2)
+        alive = _alive(processes, timeout=0.2)
         if alive and time.monotonic() - last >= 5:
             last = time.monotonic()
             echo(f"  {last - started:.0f} s: waiting for {', '.join(str(process.pid) for process in alive)}")
@@ -44,7 +44,7 @@ def stop_server(port: int, timeout: float, echo: Callable[[str], None] = print) 
                 process.kill()
             except psutil.NoSuchProcess:
                 continue
-        _gone, alive = psutil.wait_procs(alive, timeout=10)
+        alive = _alive(alive, timeout=10)
     if alive:
         raise PatchError(
             f"port {port}: still alive after SIGKILL: {', '.join(str(process.pid) for process in alive)}\n"
@@ -98,6 +98,19 @@ def is_server(process: psutil.Process) -> bool:
     launched = any(words[at : at + 2] == ["-m", "sglang.launch_server"] for at in range(len(words)))
     served = any(words[at : at + 2] == ["sglang", "serve"] for at in range(min(len(words), 3)))
     return title.startswith("sglang::") or launched or served
+
+
+def _alive(processes: list[psutil.Process], timeout: float) -> list[psutil.Process]:
+    """Those that still run after at most `timeout` seconds; a zombie, which waits for its parent, has ended."""
+    _gone, waiting = psutil.wait_procs(processes, timeout=timeout)
+    return [process for process in waiting if _runs(process)]
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _children(process: psutil.Process) -> list[psutil.Process]:
