@@ -8,6 +8,7 @@ probabilities (G-test, rare tokens put together), and the statistics of all pref
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +25,7 @@ from .server import Server
 
 PROMPT = "It is a truth universally acknowledged, that a single man in possession of a good"
 LENGTH = 6
-SAMPLES = 384
+SAMPLES = 256
 MIN_EXPECTED = 5.0
 ACCEPT, REJECT = 1e-4, 1e-6
 
@@ -68,7 +69,7 @@ class Reference:
         self.known: dict[tuple[int, ...], torch.Tensor] = {}
         self.compute({()})
         # Makes the likeliest tokens likelier still, so that outputs repeat and penalties have something to do.
-        self.common = {str(t): 3.0 for t in self.known[()].topk(4).indices.tolist()}
+        self.common = {str(t): 6.0 for t in self.known[()].topk(4).indices.tolist()}
 
     @torch.inference_mode()
     def compute(self, prefixes: set[tuple[int, ...]]) -> None:
@@ -145,16 +146,14 @@ def p_value(outputs: list[tuple[int, ...]], probs: Callable[[tuple[int, ...]], t
             wanted[-1] += rest
         if len(cells) < 2:
             continue
-        statistic += float(
-            stats.power_divergence(observed, wanted, lambda_="log-likelihood", sum_check=False).statistic
-        )
+        statistic += 2 * sum(o * math.log(o / w) for o, w in zip(observed, wanted, strict=True) if o)
         freedom += len(observed) - 1
     assert freedom > 0, "no prefix was seen often enough to say anything: draw more samples"
     return float(stats.chi2.sf(statistic, freedom))
 
 
 def check(server: Server, samples: int = SAMPLES) -> list[str]:
-    """Draw from every setting at once and compare; returns a line a setting, AssertionError on the first failure."""
+    """Draw from every setting at once and compare; returns a line a setting, AssertionError with all of them on a failure."""
     reference = Reference(server)
     params = [reference.resolve(setting.params) for setting in SETTINGS]
     with ThreadPoolExecutor(len(params) + 1) as pool:
@@ -172,9 +171,10 @@ def check(server: Server, samples: int = SAMPLES) -> list[str]:
         right = p_value(outputs, lambda prefix, s=setting: reference.probs(prefix, s.params))  # type: ignore[misc]
         wrong = p_value(outputs, lambda prefix, s=setting: reference.probs(prefix, s.wrong))  # type: ignore[misc]
         line = f"{setting.name}: p = {right:.3g}, wrong reference p = {wrong:.3g}, accept length {accepted:.2f}"
-        report.append(line)
-        assert right > ACCEPT, f"samples do not follow the target's distribution: {line}"
-        assert wrong < REJECT, f"the test has no power: {line}"
+        verdict = "" if right > ACCEPT else " <- does not follow the target's distribution"
+        verdict += "" if wrong < REJECT else " <- cannot tell right from wrong"
+        report.append(line + verdict)
+    assert not any("<-" in line for line in report), "\n".join(report)
     return report
 
 
