@@ -1,0 +1,53 @@
+"""kimi-k25-native-processor: upstream's processor code on the processor that transformers loads for the test model."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoProcessor
+
+from sglang_patches.runtime import kimi_k25_native_processor
+
+MODEL = Path(__file__).parents[1] / "models/tiny-kimi"
+
+
+@pytest.fixture(scope="module")
+def adapted() -> Any:
+    processor = AutoProcessor.from_pretrained(MODEL)
+    assert not hasattr(processor, "media_processor"), "transformers has grown what this patch adds: remove the patch"
+    return kimi_k25_native_processor.adapt(processor)
+
+
+@pytest.mark.parametrize("size", [(14, 14), (28, 28), (29, 27), (80, 60), (333, 57), (900, 700), (2000, 40)])
+def test_stated_token_count_is_what_preprocessing_makes(adapted: Any, size: tuple[int, int]) -> None:
+    media = {"type": "image", "image": Image.new("RGB", size, (200, 30, 90))}
+    out = adapted(["<|media_pad|>"], medias=[media])
+    merge = adapted.media_processor.media_proc_cfg["merge_kernel_size"]
+    assert adapted.media_processor.media_tokens_calculator(media) == int(out["image_grid_thw"].prod()) // merge**2
+    assert out["pixel_values"].shape[0] == int(out["image_grid_thw"].prod())
+    assert out["pixel_values"].dtype == torch.float32
+
+
+def test_text_alone_is_only_tokenised(adapted: Any) -> None:
+    out = adapted(["the sea"])
+    assert out["input_ids"].tolist() == [adapted.tokenizer("the sea")["input_ids"]]
+    assert "pixel_values" not in out
+
+
+def test_copies_as_upstream_copies_processors(adapted: Any) -> None:
+    twin = copy.deepcopy(adapted)
+    assert twin.media_processor.media_proc_cfg == adapted.media_processor.media_proc_cfg
+    assert twin.tokenizer is not adapted.tokenizer
+
+
+def test_a_processor_that_has_it_all_is_left_alone() -> None:
+    class Remote:
+        media_processor = object()
+
+    remote = Remote()
+    assert kimi_k25_native_processor.adapt(remote) is remote
