@@ -14,6 +14,7 @@ import sys
 import sysconfig
 import time
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -109,7 +110,7 @@ def cost(python: Path, env: dict[str, str]) -> tuple[float, float]:
     return wall * 1000, cpu * 1000
 
 
-def test_start_up_budget(wheel: Path, tmp_path: Path, record_property: pytest.RecordProperty) -> None:
+def test_start_up_budget(wheel: Path, tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
     """Median of 20 starts, alternating with an environment without us, with bytecode cached as after any first run.
 
     Where other work shares the machine the wall clock says more about that work: then CPU time decides.
