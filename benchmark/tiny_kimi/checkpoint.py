@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmark.tiny_kimi import tokenizer as tok
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+from benchmark.tiny_kimi import tokenizer as tok
 
 # Layer OUTPUTS the draft reads. Upstream adds 1 because the first id is 1, and captures the inputs of layers 2, 6, 9.
 AUX_LAYER_IDS = [1, 5, 8]
@@ -251,15 +252,17 @@ def save_target(model: DeepseekV3ForCausalLM, folder: Path) -> None:
     _write_json(folder / "preprocessor_config.json", IMAGE_PROCESSOR_CONFIG)
 
 
-def load_text_model(folder: Path, dtype: torch.dtype = torch.float32) -> DeepseekV3ForCausalLM:
-    """Load the text part of a target checkpoint, in evaluation mode, on the CPU.
+def load_text_model(
+    folder: Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> DeepseekV3ForCausalLM:
+    """Load the text part of a target checkpoint, in evaluation mode.
 
     Raises:
         RuntimeError: the file lacks a weight of the model, has one too many, or one of another shape.
     """
     model = DeepseekV3ForCausalLM(text_config())
     model.load_state_dict(from_kimi_names(load_file(folder / "model.safetensors")), strict=True)
-    return model.to(dtype).eval()
+    return nn.Module.to(model, device=device, dtype=dtype).eval()
 
 
 def save_draft(state: dict[str, Tensor], draft_to_target: Tensor, folder: Path) -> None:

@@ -8,19 +8,21 @@ output fed back, and matched to the target's distribution over the draft vocabul
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import DeepseekV3ForCausalLM
+
 from benchmark.tiny_kimi.checkpoint import AUX_LAYER_IDS, DRAFT_VOCAB_SIZE, load_text_model, save_draft
 from benchmark.tiny_kimi.draft_model import Eagle3Draft
 from benchmark.tiny_kimi.experts import default_device, mixed_precision, use_all_experts
 from benchmark.tiny_kimi.progress import Progress
 from benchmark.tiny_kimi.target import learning_rate, optimizer_for
 from benchmark.tiny_kimi.tokenizer import SPECIAL_TOKENS
-from torch import Tensor, nn
-from transformers import DeepseekV3ForCausalLM
 
 STEP_DECAY = 0.8
 
@@ -34,7 +36,7 @@ class Capture:
         for layer in AUX_LAYER_IDS:
             model.model.layers[layer].register_forward_hook(self._hook(layer))
 
-    def _hook(self, layer: int):  # type: ignore[no-untyped-def]
+    def _hook(self, layer: int) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
         def record(_: nn.Module, __: tuple[Tensor, ...], output: Tensor) -> None:
             self.outputs[layer] = output
 
@@ -84,7 +86,7 @@ def train(arguments: argparse.Namespace) -> tuple[Eagle3Draft, Tensor]:
     device = default_device()
     torch.manual_seed(2)
     torch.set_float32_matmul_precision("high")
-    model = load_text_model(arguments.target).to(device)
+    model = load_text_model(arguments.target, device=device)
     use_all_experts(model)
     capture = Capture(model)
     generated = np.load(arguments.work / "generated.npy")

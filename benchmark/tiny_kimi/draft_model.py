@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from benchmark.tiny_kimi.checkpoint import AUX_LAYER_IDS, DRAFT_CONFIG
 from torch import Tensor, nn
+
+from benchmark.tiny_kimi.checkpoint import AUX_LAYER_IDS, DRAFT_CONFIG
 
 
 def rotate(x: Tensor, positions: Tensor) -> Tensor:

@@ -13,6 +13,10 @@ import json
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
 from benchmark.tiny_kimi.checkpoint import load_text_model
 from benchmark.tiny_kimi.draft import Capture
 from benchmark.tiny_kimi.draft_model import Eagle3Draft
@@ -20,9 +24,6 @@ from benchmark.tiny_kimi.experts import default_device, use_all_experts
 from benchmark.tiny_kimi.progress import Progress
 from benchmark.tiny_kimi.target import held_out_loss
 from benchmark.tiny_kimi.tokenizer import EOS_ID, IM_END_ID
-from safetensors.torch import load_file
-from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 
 def load_draft(folder: Path) -> tuple[Eagle3Draft, Tensor]:
@@ -78,7 +79,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=4)
     arguments = parser.parse_args()
     device = default_device()
-    model = load_text_model(arguments.target).to(device)
+    model = load_text_model(arguments.target, device=device)
     use_all_experts(model)
     capture = Capture(model)
     draft, vocabulary = load_draft(arguments.draft)
@@ -90,12 +91,12 @@ def main() -> None:
         progress = Progress(f"evaluate {form}", "tokens")
         prompts = encode_prompts(tokenizer, arguments.prompts, form)
         padded = tokenizer.pad({"input_ids": prompts}, return_tensors="pt").to(device)
-        output = model.generate(
+        output = model.generate(  # type: ignore[misc]  # the library types `self` as a protocol
             **padded, do_sample=False, max_new_tokens=arguments.tokens, eos_token_id=[IM_END_ID, EOS_ID], pad_token_id=0
         )
         new = [row[padded["input_ids"].shape[1] :].tolist() for row in output]
         new = [[token for token in row if token != 0] for row in new]
-        cycles = {steps: [] for steps in (1, 3, 5)}
+        cycles: dict[int, list[int]] = {steps: [] for steps in (1, 3, 5)}
         for steps, gained in cycles.items():
             for prompt, row in zip(prompts, new, strict=True):
                 if len(row) > steps + 2:

@@ -6,13 +6,16 @@ arithmetic costs less than the launches it saves.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import DeepseekV3ForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 
-def all_experts_forward(self: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def all_experts_forward(self: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """`DeepseekV3Experts.forward`: hidden (N, H), top_k_index and top_k_weights (N, k) -> (N, H)."""
     count, double_inner, width = self.gate_up_proj.shape
     weights = hidden.new_zeros(len(hidden), count, dtype=top_k_weights.dtype).scatter(1, top_k_index, top_k_weights)
@@ -22,7 +25,7 @@ def all_experts_forward(self: nn.Module, hidden: Tensor, top_k_index: Tensor, to
     return F.linear(inner.flatten(1), self.down_proj.transpose(0, 1).reshape(width, -1))
 
 
-def use_all_experts(model: nn.Module) -> None:
+def use_all_experts(model: DeepseekV3ForCausalLM) -> None:
     """Make `model` (a `DeepseekV3ForCausalLM`) use `all_experts_forward`."""
     ALL_EXPERTS_FUNCTIONS.register("all_experts", all_experts_forward)
     model.config._experts_implementation = "all_experts"

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
+from transformers import DeepseekV3ForCausalLM, DynamicCache
+
 from benchmark.tiny_kimi.checkpoint import load_text_model
 from benchmark.tiny_kimi.experts import default_device, mixed_precision, use_all_experts
 from benchmark.tiny_kimi.progress import Progress
 from benchmark.tiny_kimi.target import Batches
-from torch import Tensor
-from transformers import DeepseekV3ForCausalLM, DynamicCache
 
 
 @torch.inference_mode()
@@ -45,7 +46,7 @@ def main() -> None:
     arguments = parser.parse_args()
     device = default_device()
     torch.manual_seed(1)
-    model = load_text_model(arguments.target).to(device)
+    model = load_text_model(arguments.target, device=device)
     use_all_experts(model)
     batches = Batches(arguments.work, device, chat_share=0.5, seed=1)
     temperatures = torch.full((arguments.rows,), arguments.temperature, device=device)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from benchmark.tiny_kimi import checkpoint
 from transformers import DeepseekV3ForCausalLM, DynamicCache
+
+from benchmark.tiny_kimi import checkpoint
 
 
 def load_text_model(path: Path | str, dtype: torch.dtype = torch.float32) -> DeepseekV3ForCausalLM:

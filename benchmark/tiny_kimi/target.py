@@ -15,11 +15,12 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import DeepseekV3ForCausalLM
+
 from benchmark.tiny_kimi.checkpoint import load_text_model, save_target, text_config
 from benchmark.tiny_kimi.experts import default_device, mixed_precision, use_all_experts
 from benchmark.tiny_kimi.progress import Progress
-from torch import Tensor, nn
-from transformers import DeepseekV3ForCausalLM
 
 CONTEXT = 512
 BALANCE_RATE = 1e-3
@@ -126,7 +127,7 @@ def train(arguments: argparse.Namespace) -> DeepseekV3ForCausalLM:
     device = default_device()
     torch.manual_seed(arguments.seed)
     torch.set_float32_matmul_precision("high")
-    model = DeepseekV3ForCausalLM(text_config()).to(device)
+    model = nn.Module.to(DeepseekV3ForCausalLM(text_config()), device)
     use_all_experts(model)
     add_dropout(model, arguments.dropout)
     balancer = Balancer(model)
@@ -180,7 +181,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     save_target(train(arguments), arguments.target)
-    model = load_text_model(arguments.target).to(default_device())
+    model = load_text_model(arguments.target, device=default_device())
     use_all_experts(model)
     print(f"target: held-out loss {held_out_loss(model, arguments.work):.4f} as saved, float32", flush=True)
 

@@ -15,9 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from benchmark.tiny_kimi.corpus import sentences
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+
+from benchmark.tiny_kimi.corpus import sentences
 
 VOCAB_SIZE = 4096
 SPECIAL_TOKENS = [

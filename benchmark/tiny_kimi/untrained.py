@@ -6,9 +6,10 @@ import argparse
 from pathlib import Path
 
 import torch
+from transformers import DeepseekV3ForCausalLM
+
 from benchmark.tiny_kimi.checkpoint import DRAFT_VOCAB_SIZE, save_draft, save_target, text_config
 from benchmark.tiny_kimi.draft_model import Eagle3Draft
-from transformers import DeepseekV3ForCausalLM
 
 
 def main() -> None:
