@@ -38,7 +38,11 @@ DRAFT = Path(os.environ.get("TEST_DRAFT", REPO / "test/models/tiny-kimi-eagle3")
 
 
 def _needs(item: pytest.Item) -> set[str]:
-    return {name for name in CONFIGURATIONS if f"{name}_server" in getattr(item, "fixturenames", ())}
+    named = {*getattr(item, "fixturenames", ())}
+    if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+        # A test may also take a configuration as its parameter and fetch the fixture of that name.
+        named |= {value for value in item.callspec.params.values() if isinstance(value, str)}
+    return {name for name in CONFIGURATIONS if f"{name}_server" in named}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

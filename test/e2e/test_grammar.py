@@ -27,9 +27,9 @@ REGEX = r"(yes|no), [a-c]{3,5}!"
 EBNF = 'root ::= "<" [0-9] [0-9] ("." [0-9])? ">"'
 
 
-@pytest.fixture(params=["spec", "tree", "plain"])
+@pytest.fixture(params=["spec_server", "tree_server", "plain_server"])
 def server(request: pytest.FixtureRequest) -> Server:
-    found: Server = request.getfixturevalue(f"{request.param}_server")
+    found: Server = request.getfixturevalue(request.param)
     return found
 
 

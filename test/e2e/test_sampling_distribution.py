@@ -80,8 +80,8 @@ class Reference:
             ids = torch.tensor([[*self.prompt, *p] for p in chunk])
             logits = self.model(input_ids=ids, logits_to_keep=1).logits[:, -1]
             self.known.update(zip(chunk, logits.double(), strict=True))
-        if missing := prefixes - set(self.known):
-            self.compute(missing)
+        if not prefixes <= set(self.known):
+            self.compute(prefixes)
 
     def probs(self, prefix: tuple[int, ...], params: dict[str, Any]) -> torch.Tensor:
         """The distribution that the parameters ask for after a prefix, float64 ``[vocab]``."""
@@ -153,7 +153,7 @@ def p_value(outputs: list[tuple[int, ...]], probs: Callable[[tuple[int, ...]], t
 
 
 def check(server: Server, samples: int = SAMPLES) -> list[str]:
-    """Draw from every setting at once and compare; returns a line a setting, AssertionError with all of them on a failure."""
+    """Draw from every setting at once and compare; returns a line a setting, AssertionError with them on failure."""
     reference = Reference(server)
     params = [reference.resolve(setting.params) for setting in SETTINGS]
     with ThreadPoolExecutor(len(params) + 1) as pool:
