@@ -40,6 +40,13 @@ def test_only_allowed_tokens_keep_their_logits(seed: int, vocab: int, rows: int,
             assert masked[row, token] == (logits[row, token] if token in allowed[row] else -INF)
 
 
+@pytest.mark.parametrize("vocab", [1, 31, 32, 33, 100])
+def test_a_mask_that_allows_everything_writes_nothing_beyond_its_row(vocab: int) -> None:
+    buffer = torch.zeros(3, vocab)
+    cpu_grammar.apply_mask(buffer[1:2], packed([set(range(vocab))], vocab))
+    assert (buffer == 0).all()
+
+
 def test_a_row_without_any_token_can_still_be_sampled_from() -> None:
     logits = torch.randn(3, 40)
     logits[2, :7] = -INF  # other parameters forbid what this row's grammar allows

@@ -25,6 +25,12 @@ def apply_mask(logits: torch.Tensor, vocab_mask: torch.Tensor) -> None:
         logits: float ``[rows, vocab]`` on the CPU, one row a request or, at an EAGLE verify, a node of its tree.
         vocab_mask: int32 ``[rows, ceil(vocab / 32)]``, xgrammar's bits: 1 allows.
     """
+    used = logits.shape[-1] % 32
+    if used:
+        # xgrammar's CPU kernel takes a cleared padding bit for a token where the mask allows every token, and writes
+        # past the row: into the next row's logits, or past the tensor.
+        vocab_mask = vocab_mask.clone()
+        vocab_mask[:, logits.shape[-1] // 32] |= -(1 << used)
     apply_token_bitmask_inplace(logits, vocab_mask, backend="cpu")
     dead = logits.amax(-1) == float("-inf")
     if dead.any():
