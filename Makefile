@@ -25,7 +25,7 @@ help:
 
 setup: $(INSTALLED)
 
-$(INSTALLED): pyproject.toml scripts/setup.sh
+$(INSTALLED): pyproject.toml hatch_build.py python/sglang_patches.pth scripts/setup.sh
 	@scripts/setup.sh $(VENV)
 	@touch $@
 
@@ -44,7 +44,7 @@ unit: $(INSTALLED)
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy python $(wildcard benchmark) test
+	$(BIN)/mypy python sgl-kernel/python benchmark test hatch_build.py
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .

@@ -27,6 +27,7 @@ if ! supported "$venv/bin/python"; then
   python=$(find_python)
   echo "setup: making $venv with $("$python" -V) ..."
   if ! "$python" -m venv --clear "$venv"; then
+    rm -rf "$venv"  # half made, it would pass for a good one next time
     echo "setup: '$python -m venv' failed; on Debian and Ubuntu: apt-get install python3-venv" >&2
     exit 1
   fi

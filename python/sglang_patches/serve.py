@@ -116,8 +116,9 @@ def plan(
         env = {**_CPU_ENV, **env}
         notes.append("no GPU: serving on the CPU in float32, which suits small models only")
     argv += extra
-    if "--served-model-name" in extra:
-        name = extra[list(extra).index("--served-model-name") + 1]
+    named = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    named.add_argument("--served-model-name", default=name)
+    name = named.parse_known_args(list(extra))[0].served_model_name
     return Launch(argv, env, name, notes)
 
 

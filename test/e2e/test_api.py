@@ -172,6 +172,19 @@ BAD: dict[str, tuple[str, Any]] = {
     "unknown response format": ("chat/completions", {"messages": CHAT, "response_format": {"type": "poem"}}),
     "two grammars": ("completions", {"prompt": "x", "regex": "a+", "ebnf": 'root ::= "a"'}),
     "broken regex": ("completions", {"prompt": "x", "regex": "(", "max_tokens": 4}),
+    "temperature beyond float32": ("completions", {"prompt": "x", "temperature": 1e39, "min_tokens": 3}),
+    "repetition penalty below float32": ("completions", {"prompt": "x", "repetition_penalty": 1e-40}),
+    "n beyond all memory": ("completions", {"prompt": "x", "n": 10**8}),
+    **{
+        f"{json.dumps(params)} to /generate": ("/generate", {"text": "x", "sampling_params": params})
+        for params in (
+            {"logit_bias": {"5": "x"}},
+            {"logit_bias": [1]},
+            {"top_k": 1e12},
+            {"max_new_tokens": 3.5},
+            {"stop_token_ids": ["999999"], "min_new_tokens": 3},
+        )
+    },
     "unknown lora adapter": ("completions", {"prompt": "x", "lora_path": "absent"}),
 }
 
@@ -190,7 +203,7 @@ def test_bad_input_gets_a_4xx_with_a_message_and_hurts_nobody(spec_server: Serve
         lines = other.iter_lines()
         first = next(lines)
         response = http.post(
-            f"/v1/{endpoint}",
+            endpoint if endpoint.startswith("/") else f"/v1/{endpoint}",
             content=body if isinstance(body, str) else json.dumps(body),
             headers={"Content-Type": "application/json"},
         )

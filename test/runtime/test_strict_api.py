@@ -135,3 +135,43 @@ def test_a_body_of_the_wrong_type_is_a_validation_error(request_type: Any, body:
 def test_a_validators_own_verdict_stays() -> None:
     with pytest.raises(ValidationError, match="invalid reasoning effort"):
         ChatCompletionRequest.model_validate({"messages": [], "reasoning": {"effort": "giant"}})
+
+
+WRONG_TYPES = [
+    ({"logit_bias": {"5": "x"}}, "logit_bias"),
+    ({"logit_bias": {"5": None}}, "logit_bias"),
+    ({"logit_bias": [1, 2]}, "logit_bias"),
+    ({"top_k": 1e12}, "top_k"),
+    ({"max_new_tokens": 3.5}, "max_new_tokens"),
+    ({"max_new_tokens": True}, "max_new_tokens"),
+    ({"min_new_tokens": "3"}, "min_new_tokens"),
+    ({"stop_token_ids": ["999999"]}, "stop_token_ids"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"temperature": 1e39}, "temperature"),
+    ({"temperature": float("nan")}, "temperature"),
+    ({"repetition_penalty": 1e-40}, "repetition_penalty"),
+    ({"n": 1.5}, "n is 1.5"),
+    ({"n": 10**8}, "n is 100000000"),
+    ({"stop": 5}, "stop"),
+    ({"stop_regex": "a{99999999999999}"}, "stop_regex"),
+    ({"stop_regex": 7}, "stop_regex"),
+]
+
+
+@pytest.mark.parametrize(("params", "named"), WRONG_TYPES)
+def test_sampling_parameters_of_a_wrong_type_or_size_are_named(params: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        strict_api.check_request(MANAGER, generate(text="x", sampling_params=params))
+
+
+def test_every_sampling_parameter_may_have_its_default() -> None:
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    defaults = SamplingParams()
+    params = {name: getattr(defaults, name) for name in strict_api._sampling_types()}
+    params |= {"logit_bias": {"5": 1}, "stop": ["a"], "stop_token_ids": [7, 8], "temperature": 1, "top_k": -1}
+    strict_api.check_request(MANAGER, generate(text="x", sampling_params=params))
+
+
+def test_a_pattern_longer_than_upstream_takes_is_left_to_its_refusal() -> None:
+    strict_api.check_request(MANAGER, generate(text="x", sampling_params={"stop_regex": "(" * 100_000}))

@@ -117,7 +117,10 @@ def draw(weights: torch.Tensor, seeds: torch.Tensor | None, positions: torch.Ten
     cdf = weights.double().cumsum(-1)
     # Dividing by the last entry makes it exactly one, above every u; a zero weight leaves its entry equal to the
     # one before it, which the search never stops at.
-    return torch.searchsorted(cdf / cdf[:, -1:], u.view(-1, 1), right=True).view(-1)
+    columns = torch.searchsorted(cdf / cdf[:, -1:], u.view(-1, 1), right=True).view(-1)
+    # A row of NaN, from a model that overflows, has no such column: stay inside the vocabulary, for the next embedding
+    # lookup would end the server.
+    return columns.clamp_(max=weights.shape[-1] - 1)
 
 
 def sample(probs: torch.Tensor, seeds: torch.Tensor | None, positions: torch.Tensor | None) -> torch.Tensor:
@@ -229,7 +232,7 @@ def penalize_tree(logits: torch.Tensor, verify: EagleVerifyInput, batch: Schedul
     """Apply each request's penalties to its verify tree, in place: every node counts the drafts on its own path.
 
     Upstream's penalties, accumulated once a cycle, are taken out of ``batch.sampling_info``; the history is the
-    request's own output, complete because the overlap schedule is off for speculation on a CPU. As upstream does,
+    request's own output, complete because this patch keeps the overlap schedule off on a CPU. As upstream does,
     output tokens count and prompt tokens do not, additive penalties come before scaling ones.
 
     Args:

@@ -33,6 +33,7 @@ class _Acceptance:
 _acceptance = _Acceptance()
 
 
+@functools.cache
 def _patch_set_id() -> str:
     return str(code_state()["id"])
 

@@ -22,6 +22,12 @@ _UNNAMED = "default"
 # Stays finite in float32 when divided by the lowest temperature that upstream takes for sampling, 1e-6.
 _LARGEST_BIAS = 1e30
 _LARGEST_TOP_K = 2**31 - 1
+# Beyond any use, and finite in float32 also after a division of logits: (lowest, highest) of what may be asked for.
+_RANGES = {"temperature": (0.0, 1e6), "repetition_penalty": (1e-3, 1e3), "n": (1, 4096), "top_k": (-1, _LARGEST_TOP_K)}
+# The longest pattern upstream takes, in bytes; a longer one is left to its refusal.
+_LONGEST_REGEX = 256
+# Free-form, and made of other classes than JSON has.
+_UNTYPED = {"custom_params", "watermark"}
 
 
 def refusal(serving: OpenAIServingBase, request: Any) -> ORJSONResponse | None:
@@ -87,7 +93,8 @@ def check_request(manager: TokenizerManager, request: Any) -> None:
 
     ``n`` below 1 waits for no answer forever. More top log-probabilities than the vocabulary has tokens, stop token ids
     beyond it with ``min_tokens``, a ``top_k`` that is no int32, and a ``logit_bias`` that makes logits infinite fail in
-    the scheduler. A broken ``stop_regex`` and a list of ids for one request give a 500.
+    the scheduler, and so does any value of another type than upstream declares, which ``/generate`` passes on unread.
+    A broken ``stop_regex`` and a list of ids for one request give a 500.
     A batch has lists where a single request has values.
     """
     if isinstance(request.rid, list) and isinstance(getattr(request, "text", None), str):
@@ -97,25 +104,46 @@ def check_request(manager: TokenizerManager, request: Any) -> None:
         if isinstance(count, int) and not 0 <= count <= vocabulary:
             raise ValueError(f"{count} top log-probabilities are asked for; possible are 0 to {vocabulary}.")
     for params in _values(request.sampling_params):
-        if not isinstance(params, dict):
+        if isinstance(params, dict):
+            _check_sampling(params, vocabulary)
+
+
+@functools.cache
+def _sampling_types() -> dict[str, Any]:
+    """The type that upstream declares for each sampling parameter, and does not check where it takes plain JSON."""
+    import msgspec
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    return {field.name: field.type for field in msgspec.structs.fields(SamplingParams) if field.name not in _UNTYPED}
+
+
+def _check_sampling(params: dict[str, Any], vocabulary: int) -> None:
+    """Raise ValueError for the first value of one request's sampling parameters that is of a wrong type or size."""
+    import msgspec
+
+    for name, value in params.items():
+        if value is None or name not in _sampling_types():
             continue
-        n = params.get("n")
-        if isinstance(n, int) and n < 1:
-            raise ValueError(f"n is {n}; it must be at least 1.")
-        top_k = params.get("top_k")
-        if isinstance(top_k, int) and top_k > _LARGEST_TOP_K:
-            raise ValueError(f"top_k is {top_k}; it must be at most {_LARGEST_TOP_K}, or -1 for all tokens.")
-        for token, bias in (params.get("logit_bias") or {}).items():
-            if isinstance(bias, (int, float)) and not abs(bias) <= _LARGEST_BIAS:
-                raise ValueError(f"logit_bias of token {token} is {bias}; its size must not exceed {_LARGEST_BIAS:g}.")
-        for pattern in _values(params.get("stop_regex")):
-            try:
-                re.compile(pattern)
-            except (re.error, TypeError) as error:
-                raise ValueError(f"stop_regex {pattern!r} is no regular expression: {error}.") from None
-        for token in _values(params.get("stop_token_ids")):
-            if isinstance(token, int) and not 0 <= token < vocabulary:
-                raise ValueError(f"stop_token_ids holds {token}; this model's token ids are 0 to {vocabulary - 1}.")
+        try:
+            msgspec.convert(value, _sampling_types()[name])
+        except msgspec.ValidationError as error:
+            raise ValueError(f"{name} is {value!r:.80}: {error}.") from None
+        lowest, highest = _RANGES.get(name, (value, value))
+        if name in _RANGES and not lowest <= value <= highest:
+            raise ValueError(f"{name} is {value}; it must be between {lowest:g} and {highest:g}.")
+    for token, bias in (params.get("logit_bias") or {}).items():
+        if not abs(bias) <= _LARGEST_BIAS:
+            raise ValueError(f"logit_bias of token {token} is {bias}; its size must not exceed {_LARGEST_BIAS:g}.")
+    for pattern in _values(params.get("stop_regex")):
+        if len(pattern.encode()) > _LONGEST_REGEX:
+            continue
+        try:
+            re.compile(pattern)
+        except (re.error, OverflowError, RecursionError) as error:
+            raise ValueError(f"stop_regex {pattern!r} is no regular expression: {error}.") from None
+    for token in _values(params.get("stop_token_ids")):
+        if not 0 <= token < vocabulary:
+            raise ValueError(f"stop_token_ids holds {token}; this model's token ids are 0 to {vocabulary - 1}.")
 
 
 def _values(given: Any) -> Sequence[Any]:
