@@ -80,6 +80,8 @@ class Server:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                # A shell's background job, as which tests may run, ignores SIGINT, and so would the server it starts.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
         self.started = time.monotonic()
         self.ready_seconds = float("nan")
