@@ -22,18 +22,18 @@ READ_AT_IMPORT = (
 )
 
 # Keeps the registration alive: torch drops a library's operators when the object dies.
-_library: torch.library.Library | None = None
+_fragment: torch.library.Library | None = None
 
 
 def register() -> None:
     """Register the operators once per process; a second copy of this package under another name is harmless."""
-    global _library
+    global _fragment
     namespace = torch.ops.sgl_kernel
     if hasattr(namespace, "murmur_hash32_cpu"):
         return
-    _library = torch.library.Library("sgl_kernel", "FRAGMENT")
-    _library.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor col_indices) -> Tensor")
-    _library.impl("murmur_hash32_cpu", murmur_hash32_cpu, "CPU")
+    _fragment = torch.library.Library("sgl_kernel", "FRAGMENT")
+    _fragment.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor col_indices) -> Tensor")
+    _fragment.impl("murmur_hash32_cpu", murmur_hash32_cpu, "CPU")
     for name in READ_AT_IMPORT:
         if not hasattr(namespace, name):
             setattr(namespace, name, NotProvided(f"torch.ops.sgl_kernel.{name}"))
