@@ -14,35 +14,42 @@ from prometheus_client import generate_latest
 from sglang.srt.managers.scheduler_components.metrics_reporter import SchedulerMetricsReporter
 
 from sglang_patches.provenance import code_state
-from sglang_patches.runtime import provenance
+from sglang_patches.runtime import _outcome, provenance
 
 MINE = code_state()["id"]
 
 
-def info(patch_set_id: str | None) -> dict[str, Any]:
-    return {"status": "ready"} | ({"sglang_patches": {"patch_set_id": patch_set_id}} if patch_set_id else {})
+def info(patch_set_id: str | None, scheduler: str) -> dict[str, Any]:
+    state = {"patch_set_id": patch_set_id, "scheduler": scheduler} if patch_set_id else None
+    return {"status": "ready"} | ({"sglang_patches": state} if state else {})
 
 
 def test_schedulers_with_the_same_patch_set_pass() -> None:
-    provenance.check_schedulers([info(MINE), info(MINE)])
+    provenance.check_schedulers([info(MINE, "dp 0 pp 0 tp 0"), info(MINE, "dp 0 pp 0 tp 1")])
 
 
-@pytest.mark.parametrize("other", ["0123", None])
-def test_schedulers_that_differ_or_tell_nothing_are_named(other: str | None) -> None:
+def test_schedulers_that_differ_or_tell_nothing_are_named_by_their_ranks_in_any_order() -> None:
+    reports = [
+        info(MINE, "dp 2 pp 0 tp 0"),
+        info("0123", "dp 0 pp 0 tp 0"),
+        info(None, ""),
+        info(MINE, "dp 1 pp 0 tp 0"),
+    ]
     with pytest.raises(provenance.CodeStateMismatch) as error:
-        provenance.check_schedulers([info(MINE), info(other), info(MINE), info(other)])
+        provenance.check_schedulers(reports)
     message = str(error.value)
-    assert "scheduler 1 has" in message
-    assert "scheduler 3 has" in message
-    assert "scheduler 2" not in message
+    assert "scheduler dp 0 pp 0 tp 0 has 0123" in message
+    assert "scheduler report 2 has reported none" in message
+    assert "dp 1" not in message
+    assert "dp 2" not in message
     assert MINE in message
     assert "SGLANG_PATCHES" in message
 
 
 def test_a_data_parallel_controller_compares_its_schedulers() -> None:
-    assert provenance.controller_info([info(MINE)]) == provenance.scheduler_info()
-    with pytest.raises(provenance.CodeStateMismatch, match="scheduler 0"):
-        provenance.controller_info([info("0123")])
+    assert provenance.controller_info([info(MINE, "dp 1 pp 0 tp 0")])["patch_set_id"] == MINE
+    with pytest.raises(provenance.CodeStateMismatch, match="scheduler dp 1 pp 0 tp 0"):
+        provenance.controller_info([info("0123", "dp 1 pp 0 tp 0")])
 
 
 def test_upstream_counts_acceptance_with_the_arguments_we_read() -> None:
@@ -95,6 +102,18 @@ def test_server_info_weighs_schedulers_by_their_passes_and_tells_the_patches() -
     assert provenance.server_info([{}])["accept_length"] is None
 
 
+def test_server_info_tells_what_patches_decided_here_and_in_the_schedulers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_outcome, "_recorded", {})
+    _outcome.record("a", "applied", "here", width=3)
+    scheduler = {
+        "sglang_patches": {"outcomes": {"a": {"result": "failed", "detail": "there"}, "b": {"result": "applied"}}}
+    }
+    told = provenance.server_info([scheduler])["outcomes"]
+    assert told["a"]["result"] == "failed"
+    assert [entry["detail"] for entry in told["a"]["by_process"]] == ["there", "here"]
+    assert told["b"] == {"result": "applied"}
+
+
 def test_info_metric_carries_the_code_state() -> None:
     provenance.export_info()
     lines = [line for line in generate_latest().decode().splitlines() if line.startswith("sglang_patches_info{")]
@@ -112,7 +131,7 @@ rank, port, behaviour = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 where = f"tcp://127.0.0.1:{port}"
 dist.init_process_group("gloo", init_method=where, rank=rank, world_size=3, timeout=timedelta(seconds=120))
 if behaviour == "check":
-    from sglang_patches.runtime import provenance
+    from sglang_patches.runtime import _outcome, provenance
     try:
         provenance.check_ranks(rank, 3, wait=timedelta(seconds=20))
     except provenance.CodeStateMismatch as error:

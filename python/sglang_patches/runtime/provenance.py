@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 from sglang_patches.provenance import code_state
+from sglang_patches.runtime import _outcome
 
 # Ranks meet in `init_process_group` just before they compare, so a rank that takes longer will not come.
 _RANK_WAIT = timedelta(seconds=60)
@@ -93,6 +94,7 @@ def add_scheduler_state(state: dict[str, Any]) -> None:
         "accepted_tokens": _acceptance.tokens,
         "verify_passes": _acceptance.passes,
         "accept_length": _mean(_acceptance.tokens, _acceptance.passes),
+        "outcomes": _outcome.outcomes(),
     }
 
 
@@ -101,7 +103,8 @@ def server_info(internal_states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
     It is the code state of the process that answers (``patch_set_id``, ``release``, ``patches`` with name and sha256,
     ``version``), and ``accept_length``: mean tokens per request and verify pass since start over all data-parallel
-    schedulers, bonus token included; None before the first pass and without speculation.
+    schedulers, bonus token included; None before the first pass and without speculation. ``outcomes`` has what each
+    patch decided in this process and in the schedulers (`_outcome.merge`).
     """
     counts = [state.get(_KEY, {}) for state in internal_states]
     tokens = sum(count.get("accepted_tokens", 0) for count in counts)
@@ -115,29 +118,39 @@ def server_info(internal_states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "accept_length": _mean(tokens, passes),
         "accepted_tokens": tokens,
         "verify_passes": passes,
+        "outcomes": _outcome.merge([_outcome.outcomes(), *(count.get("outcomes", {}) for count in counts)]),
     }
 
 
 def scheduler_info() -> dict[str, Any]:
-    """What a scheduler reports of its code state when it is ready."""
-    return {"patch_set_id": _patch_set_id()}
+    """What a scheduler reports of its code state, and which one it is, when it is ready."""
+    from sglang.srt.runtime_context import get_parallel
+
+    ranks = get_parallel()
+    name = f"dp {ranks.dp_rank or 0} pp {ranks.pp_rank} tp {ranks.tp_rank}"
+    return {"patch_set_id": _patch_set_id(), "scheduler": name}
 
 
 def controller_info(scheduler_infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What a data-parallel controller reports for its schedulers; raises as `check_schedulers` does."""
     check_schedulers(scheduler_infos)
-    return scheduler_info()
+    return {"patch_set_id": _patch_set_id(), "scheduler": "data-parallel controller"}
 
 
 def check_schedulers(scheduler_infos: Sequence[Mapping[str, Any]]) -> None:
-    """Compare the ready reports of the schedulers, in rank order, with this process.
+    """Compare the ready reports of the schedulers with this process.
+
+    Under data parallelism they come in the order in which schedulers got ready, so each tells its own ranks; one that
+    tells nothing (this patch is off there) is named by its place among the reports.
 
     Raises `CodeStateMismatch` naming the schedulers whose patch set differs.
     """
-    reported = [info.get(_KEY, {}).get("patch_set_id") for info in scheduler_infos]
-    _compare(
-        {f"scheduler {rank}": seen for rank, seen in enumerate(reported)}, _patch_set_id(), "the launching process"
-    )
+    reports = [info.get(_KEY, {}) for info in scheduler_infos]
+    seen = {
+        f"scheduler {report.get('scheduler', f'report {place}')}": report.get("patch_set_id")
+        for place, report in enumerate(reports)
+    }
+    _compare(seen, _patch_set_id(), "the launching process")
 
 
 def check_ranks(rank: int, world_size: int, wait: timedelta = _RANK_WAIT) -> None:
