@@ -44,11 +44,15 @@ _SMALL_MODEL_BYTES = 1 << 30
 
 @dataclass
 class Launch:
-    """What is to be executed: command line, environment, and remarks for the person who started it."""
+    """What is to be executed: command line, environment, and remarks for the person who started it.
+
+    ``name`` is the served model's; ``host`` where this machine reaches the server (in brackets if it is IPv6).
+    """
 
     argv: list[str]
     env: dict[str, str]
     name: str
+    host: str = "127.0.0.1"
     notes: list[str] = field(default_factory=list)
 
 
@@ -118,8 +122,18 @@ def plan(
     argv += extra
     named = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     named.add_argument("--served-model-name", default=name)
-    name = named.parse_known_args(list(extra))[0].served_model_name
-    return Launch(argv, env, name, notes)
+    named.add_argument("--host", default="127.0.0.1")
+    given = named.parse_known_args(list(extra))[0]
+    return Launch(argv, env, given.served_model_name, _reachable(given.host), notes)
+
+
+def _reachable(host: str) -> str:
+    """The address in a URL by which this machine reaches a server that binds ``host``."""
+    if host in ("0.0.0.0", ""):
+        return "127.0.0.1"
+    if host == "::":
+        return "[::1]"
+    return f"[{host}]" if ":" in host else host
 
 
 def _port_is_free(port: int) -> bool:
@@ -132,24 +146,21 @@ def _port_is_free(port: int) -> bool:
     return True
 
 
-def try_line(port: int, name: str) -> str:
-    """A shell command that asks the server on ``port`` for a chat completion."""
+def try_line(url: str, name: str) -> str:
+    """A shell command that asks the server at ``url`` for a chat completion."""
     body = {"model": name, "messages": [{"role": "user", "content": "Tell me a story."}], "max_tokens": 64}
-    return (
-        f"curl -s http://127.0.0.1:{port}/v1/chat/completions -H 'Content-Type: application/json' "
-        f"-d {shlex.quote(json.dumps(body))}"
-    )
+    return f"curl -s {url}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"
 
 
-def _watch(pid: int, port: int, name: str) -> None:
-    """Wait until the server answers as healthy, then print a request to try; give up when process ``pid`` ends."""
+def _watch(pid: int, url: str, name: str) -> None:
+    """Wait until the server at ``url`` is ready, then print a request to try; give up when process ``pid`` ends."""
     started = time.monotonic()
     ended = select.poll()
     ended.register(os.pidfd_open(pid), select.POLLIN)
     while not ended.poll(500):
         try:
             # Upstream answers 503 here until its own warm-up request has been served.
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=5):
+            with urllib.request.urlopen(f"{url}/ready", timeout=5):
                 break
         except (urllib.error.URLError, OSError):
             continue
@@ -157,13 +168,13 @@ def _watch(pid: int, port: int, name: str) -> None:
         print(f"serve: the server ended after {time.monotonic() - started:.0f} s, before it was ready", flush=True)
         return
     print(
-        f"\nserve: ready after {time.monotonic() - started:.0f} s. Try:\n  {try_line(port, name)}\n"
-        f"Code state and accept length: curl -s http://127.0.0.1:{port}/server_info\n",
+        f"\nserve: ready after {time.monotonic() - started:.0f} s. Try:\n  {try_line(url, name)}\n"
+        f"Code state and accept length: curl -s {url}/server_info\n",
         flush=True,
     )
 
 
-def _spawn_watcher(port: int, name: str) -> None:
+def _spawn_watcher(url: str, name: str) -> None:
     """Start `_watch` in a process that is no child of the server's, which neither waits for it nor must kill it."""
     server = os.getpid()
     child = os.fork()
@@ -172,7 +183,7 @@ def _spawn_watcher(port: int, name: str) -> None:
         return
     if os.fork() == 0:
         with contextlib.suppress(KeyboardInterrupt):
-            _watch(server, port, name)
+            _watch(server, url, name)
     os._exit(0)
 
 
@@ -195,7 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"serve: {shlex.join(launch.argv)}")
     print("serve: starting; a small model takes about a minute, a large one as long as its weights take to load")
     sys.stdout.flush()
-    _spawn_watcher(given.port, launch.name)
+    _spawn_watcher(f"http://{launch.host}:{given.port}", launch.name)
     os.execvpe(launch.argv[0], launch.argv, launch.env)
 
 

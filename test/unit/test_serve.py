@@ -97,6 +97,20 @@ def test_arguments_of_the_person_come_last_and_name_the_model(tiny: Path) -> Non
     assert launch.name == "mine"
 
 
+@pytest.mark.parametrize(
+    ("extra", "host"),
+    [
+        ([], "127.0.0.1"),
+        (["--host", "0.0.0.0"], "127.0.0.1"),
+        (["--host=10.0.0.7"], "10.0.0.7"),
+        (["--host", "::"], "[::1]"),
+        (["--host", "fe80::1"], "[fe80::1]"),
+    ],
+)
+def test_readiness_is_asked_where_the_server_listens(tiny: Path, extra: list[str], host: str) -> None:
+    assert serve.plan(str(tiny), "", 1, 30000, extra, cuda=False, environ={}).host == host
+
+
 def test_no_draft_serves_unspeculated_and_says_so(tiny: Path) -> None:
     launch = serve.plan(str(tiny), "", 1, 30000, [], cuda=False, environ={})
     assert "--speculative-algorithm" not in launch.argv
@@ -125,7 +139,7 @@ def test_a_taken_port_is_refused_at_once(tiny: Path) -> None:
 
 
 def test_the_line_to_try_is_a_valid_shell_command() -> None:
-    words = shlex.split(serve.try_line(31234, "it's"))
+    words = shlex.split(serve.try_line("http://127.0.0.1:31234", "it's"))
     assert words[0] == "curl"
     assert json.loads(words[words.index("-d") + 1])["model"] == "it's"
     assert "http://127.0.0.1:31234/v1/chat/completions" in words
