@@ -7,6 +7,7 @@ language weights under `language_model.`, one tensor an expert, plus a vision to
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 from benchmark.tiny_kimi import tokenizer as tok
 
-# Layer OUTPUTS the draft reads. Upstream adds 1 because the first id is 1, and captures the inputs of layers 2, 6, 9.
-AUX_LAYER_IDS = [1, 5, 8]
+# What the default draft reads: OUTPUTS of these layers. Upstream adds 1 because the first id is 1, and captures the
+# inputs of layers 2, 6 and 9. In every list of this package -1 stands for the embedding's output.
+AUX_LAYER_IDS = (1, 5, 8)
+EMBEDDING_OUTPUT = -1
 DRAFT_VOCAB_SIZE = 3072
 
 # Every attention dimension differs from every other (also the sums that are stored side by side: 80, 88, 104), so that
@@ -135,7 +138,6 @@ DRAFT_CONFIG: dict[str, Any] = {
     "pad_token_id": tok.PAD_ID,
     "bos_token_id": tok.BOS_ID,
     "eos_token_id": tok.IM_END_ID,
-    "eagle_config": {"eagle_aux_hidden_state_layer_ids": AUX_LAYER_IDS, "use_aux_hidden_state": True},
 }
 GENERATION_CONFIG = {
     "bos_token_id": tok.BOS_ID,
@@ -158,6 +160,23 @@ IMAGE_PROCESSOR_CONFIG = {
 def text_config() -> DeepseekV3Config:
     """The text model's configuration as the library's own class."""
     return DeepseekV3Config.from_dict(json.loads(json.dumps(TEXT_CONFIG)))
+
+
+def draft_config(layer_ids: Sequence[int] = AUX_LAYER_IDS) -> dict[str, Any]:
+    """Configuration of a draft that reads the outputs of `layer_ids` (-1: the embedding), in that order.
+
+    A list that upstream's own rule misreads also says which convention it is in.
+    """
+    eagle: dict[str, Any] = {"eagle_aux_hidden_state_layer_ids": list(layer_ids), "use_aux_hidden_state": True}
+    if layer_ids[0] != 1 or EMBEDDING_OUTPUT in layer_ids:
+        eagle["eagle_aux_hidden_state_layer_convention"] = "layer-output"
+    return {**DRAFT_CONFIG, "eagle_config": eagle}
+
+
+def draft_layer_ids(folder: Path) -> tuple[int, ...]:
+    """The layer outputs that the draft in `folder`, written by `save_draft`, reads."""
+    config = json.loads((folder / "config.json").read_text())
+    return tuple(config["eagle_config"]["eagle_aux_hidden_state_layer_ids"])
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
@@ -265,16 +284,19 @@ def load_text_model(
     return nn.Module.to(model, device=device, dtype=dtype).eval()
 
 
-def save_draft(state: dict[str, Tensor], draft_to_target: Tensor, folder: Path) -> None:
+def save_draft(
+    state: dict[str, Tensor], draft_to_target: Tensor, folder: Path, layer_ids: Sequence[int] = AUX_LAYER_IDS
+) -> None:
     """Write a draft.
 
     Args:
         state: the draft's weights, under the names that upstream's loader takes.
         draft_to_target: (draft vocab,) int64, the target id of each draft id, ascending.
+        layer_ids: the layer outputs it reads, as in `draft_config`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     kept = torch.zeros(DRAFT_CONFIG["vocab_size"], dtype=torch.bool)
     kept[draft_to_target] = True
     tables = {"d2t": draft_to_target.cpu() - torch.arange(len(draft_to_target)), "t2d": kept}
     save_file({**_rounded(state), **tables}, folder / "model.safetensors", metadata={"format": "pt"})
-    _write_json(folder / "config.json", DRAFT_CONFIG)
+    _write_json(folder / "config.json", draft_config(layer_ids))

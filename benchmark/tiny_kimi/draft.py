@@ -8,7 +8,7 @@ output fed back, and matched to the target's distribution over the draft vocabul
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import DeepseekV3ForCausalLM
 
-from benchmark.tiny_kimi.checkpoint import AUX_LAYER_IDS, DRAFT_VOCAB_SIZE, load_text_model, save_draft
+from benchmark.tiny_kimi.checkpoint import (
+    AUX_LAYER_IDS,
+    DRAFT_VOCAB_SIZE,
+    EMBEDDING_OUTPUT,
+    TEXT_CONFIG,
+    load_text_model,
+    save_draft,
+)
 from benchmark.tiny_kimi.draft_model import Eagle3Draft
 from benchmark.tiny_kimi.experts import default_device, mixed_precision, use_all_experts
 from benchmark.tiny_kimi.progress import Progress
@@ -28,13 +35,15 @@ STEP_DECAY = 0.8
 
 
 class Capture:
-    """Collects the outputs of the layers `AUX_LAYER_IDS` of a target as it runs."""
+    """Collects the outputs of some layers of a target as it runs; -1 is the embedding."""
 
-    def __init__(self, model: DeepseekV3ForCausalLM) -> None:
+    def __init__(self, model: DeepseekV3ForCausalLM, layer_ids: Sequence[int] = AUX_LAYER_IDS) -> None:
         self.model = model
+        self.layer_ids = layer_ids
         self.outputs: dict[int, Tensor] = {}
-        for layer in AUX_LAYER_IDS:
-            model.model.layers[layer].register_forward_hook(self._hook(layer))
+        for layer in set(layer_ids):
+            module = model.model.embed_tokens if layer == EMBEDDING_OUTPUT else model.model.layers[layer]
+            module.register_forward_hook(self._hook(layer))
 
     def _hook(self, layer: int) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
         def record(_: nn.Module, __: tuple[Tensor, ...], output: Tensor) -> None:
@@ -44,9 +53,9 @@ class Capture:
 
     @torch.no_grad()
     def __call__(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Run the target on `ids` (B, T): (B, T, 3 * hidden) captured states, (B, T, vocab) logits."""
+        """Run the target on `ids` (B, T): (B, T, captured * hidden) states, in list order, (B, T, vocab) logits."""
         logits = self.model(input_ids=ids, use_cache=False).logits
-        return torch.cat([self.outputs[layer] for layer in AUX_LAYER_IDS], dim=-1), logits
+        return torch.cat([self.outputs[layer] for layer in self.layer_ids], dim=-1), logits
 
 
 def choose_vocabulary(generated: np.ndarray, size: int) -> Tensor:
@@ -88,11 +97,11 @@ def train(arguments: argparse.Namespace) -> tuple[Eagle3Draft, Tensor]:
     torch.set_float32_matmul_precision("high")
     model = load_text_model(arguments.target, device=device)
     use_all_experts(model)
-    capture = Capture(model)
+    capture = Capture(model, arguments.aux_layer_ids)
     generated = np.load(arguments.work / "generated.npy")
     vocabulary = choose_vocabulary(generated, DRAFT_VOCAB_SIZE).to(device)
     data = torch.from_numpy(generated.astype(np.int32)).to(device)
-    draft = Eagle3Draft().to(device)
+    draft = Eagle3Draft(len(arguments.aux_layer_ids)).to(device)
     with torch.no_grad():
         draft.lm_head.weight.copy_(model.lm_head.weight[vocabulary])
         draft.norm.weight.copy_(model.model.norm.weight)
@@ -124,11 +133,35 @@ def train(arguments: argparse.Namespace) -> tuple[Eagle3Draft, Tensor]:
     return draft, vocabulary
 
 
+def layer_ids(text: str) -> tuple[int, ...]:
+    """`-1,5,8` as numbers.
+
+    Raises:
+        argparse.ArgumentTypeError: not a list of numbers, or one that is not a layer of the target.
+    """
+    count = TEXT_CONFIG["num_hidden_layers"]
+    try:
+        ids = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list such as -1,5,8") from None
+    # The server cannot capture the last layer's output.
+    for layer in ids:
+        if not EMBEDDING_OUTPUT <= layer < count - 1:
+            raise argparse.ArgumentTypeError(f"{layer} is not from -1 (the embedding) to {count - 2}")
+    return ids
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path("build/tiny-kimi"))
     parser.add_argument("--target", type=Path, default=Path("test/models/tiny-kimi"))
     parser.add_argument("--draft", type=Path, default=Path("test/models/tiny-kimi-eagle3"))
+    parser.add_argument(
+        "--aux-layer-ids",
+        type=layer_ids,
+        default=AUX_LAYER_IDS,
+        help="layer outputs that the draft reads, -1 for the embedding; write --aux-layer-ids=-1,5,8",
+    )
     parser.add_argument("--seconds", type=float, default=150)
     parser.add_argument("--tokens", type=float, default=300e6)
     parser.add_argument("--rows", type=int, default=128)
@@ -137,7 +170,7 @@ def main() -> None:
     parser.add_argument("--decay", type=float, default=0.02)
     arguments = parser.parse_args()
     draft, vocabulary = train(arguments)
-    save_draft(draft.state_dict(), vocabulary, arguments.draft)
+    save_draft(draft.state_dict(), vocabulary, arguments.draft, arguments.aux_layer_ids)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The EAGLE-3 draft as a training module, with the unrolled ("training-time test") forward of arXiv 2503.01840.
 
-Its meaning is upstream's `models/llama_eagle3.py`: the target's three captured hidden states are reduced by `fc`; the
+Its meaning is upstream's `models/llama_eagle3.py`: the target's captured hidden states are reduced by `fc`; the
 one decoder layer reads `[input_layernorm(embedding), hidden_norm(hidden)]`, keeps the un-normed hidden state as its
 residual, and hands its own un-normed output to the next step; `norm` and `lm_head` give the logits.
 Slot i holds the embedding of token i+1 and the target's hidden state of token i, at rotary position i.
@@ -89,10 +89,11 @@ class DraftLayer(nn.Module):
 class Eagle3Draft(nn.Module):
     """`LlamaForCausalLMEagle3` without its embedding, which serving takes from the target."""
 
-    def __init__(self) -> None:
+    def __init__(self, captured: int = len(AUX_LAYER_IDS)) -> None:
+        """`captured` is the number of hidden states of the target that it reads."""
         super().__init__()
         hidden = DRAFT_CONFIG["hidden_size"]
-        self.fc = nn.Linear(DRAFT_CONFIG["target_hidden_size"] * len(AUX_LAYER_IDS), hidden, bias=False)
+        self.fc = nn.Linear(DRAFT_CONFIG["target_hidden_size"] * captured, hidden, bias=False)
         self.midlayer = DraftLayer()
         self.norm = nn.RMSNorm(hidden, eps=DRAFT_CONFIG["rms_norm_eps"])
         self.lm_head = nn.Linear(hidden, DRAFT_CONFIG["draft_vocab_size"], bias=False)
@@ -104,7 +105,7 @@ class Eagle3Draft(nn.Module):
         """Unroll `steps` draft steps from every slot, the true tokens fed at each.
 
         Args:
-            aux: (B, T, 3 * hidden), the target's captured hidden states of tokens 0..T-1.
+            aux: (B, T, captured * hidden), the target's captured hidden states of tokens 0..T-1.
             embeds: (B, T + steps, hidden), the target's embeddings of tokens 1..T+steps.
 
         Returns:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from benchmark.tiny_kimi.checkpoint import load_text_model
+from benchmark.tiny_kimi.checkpoint import draft_layer_ids, load_text_model
 from benchmark.tiny_kimi.draft import Capture
 from benchmark.tiny_kimi.draft_model import Eagle3Draft
 from benchmark.tiny_kimi.experts import default_device, use_all_experts
@@ -31,7 +31,7 @@ def load_draft(folder: Path) -> tuple[Eagle3Draft, Tensor]:
     state = load_file(folder / "model.safetensors")
     offsets = state.pop("d2t")
     del state["t2d"]
-    draft = Eagle3Draft()
+    draft = Eagle3Draft(len(draft_layer_ids(folder)))
     draft.load_state_dict(state, strict=True)
     return draft.float().eval(), offsets + torch.arange(len(offsets))
 
@@ -81,7 +81,7 @@ def main() -> None:
     device = default_device()
     model = load_text_model(arguments.target, device=device)
     use_all_experts(model)
-    capture = Capture(model)
+    capture = Capture(model, draft_layer_ids(arguments.draft))
     draft, vocabulary = load_draft(arguments.draft)
     draft, vocabulary = draft.to(device), vocabulary.to(device)
     tokenizer = AutoTokenizer.from_pretrained(arguments.target, padding_side="left")

@@ -50,7 +50,7 @@ def test_no_remote_code(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("folder", "config"),
-    [(TARGET, checkpoint.TARGET_CONFIG), (DRAFT, checkpoint.DRAFT_CONFIG)],
+    [(TARGET, checkpoint.TARGET_CONFIG), (DRAFT, checkpoint.draft_config())],
     ids=["target", "draft"],
 )
 def test_config_is_what_the_scripts_write(folder: Path, config: dict[str, object]) -> None:
