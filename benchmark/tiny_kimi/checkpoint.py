@@ -139,7 +139,10 @@ DRAFT_CONFIG: dict[str, Any] = {
     "bos_token_id": tok.BOS_ID,
     "eos_token_id": tok.IM_END_ID,
 }
+# Hotter, a model this small loses its thread; it is what a request gets that names no temperature.
 GENERATION_CONFIG = {
+    "do_sample": True,
+    "temperature": 0.3,
     "bos_token_id": tok.BOS_ID,
     "eos_token_id": [tok.IM_END_ID, tok.EOS_ID],
     "pad_token_id": tok.PAD_ID,

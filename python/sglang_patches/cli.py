@@ -25,7 +25,8 @@ app = typer.Typer(
     help="""Switchable patches on a pinned SGLang release.
 
     The variable [bold]SGLANG_PATCHES[/bold] says which patches are on, wherever `sglang` is imported next:
-    unset (each patch's default), `none`, `all`, a list `a,b`, or changes `+a,-b` (also `none,+a` and `all,-b`).
+    unset or `default` (each patch's default), `none`, `all`, a list `a,b`, or changes `+a,-b` (also `none,+a` and
+    `all,-b`).
     A patch that is off is absent: its lines are not in the process.
 
     Change a patch: `edit NAME DIR`, edit the files in DIR, `refresh NAME DIR`, `verify`.
@@ -54,7 +55,7 @@ def context() -> tuple[upstream.Upstream, series.Series]:
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
-    """Register a subcommand whose PatchErrors end it with their message and exit code 2."""
+    """Register a subcommand whose PatchErrors and failed file operations end it with a message and exit code 2."""
 
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> None:
@@ -62,6 +63,10 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
             function(*args, **kwargs)
         except PatchError as error:
             typer.echo(f"sglang-patches: {error}", err=True)
+            raise typer.Exit(2) from None
+        except OSError as error:
+            remedy = "remedy     name a place that exists and can be written (free space, permissions)"
+            typer.echo(f"sglang-patches: {error.filename}: {error.strerror}\n  {remedy}", err=True)
             raise typer.Exit(2) from None
 
     app.command(name=function.__name__.rstrip("_").replace("_", "-"))(run)

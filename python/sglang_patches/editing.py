@@ -188,6 +188,7 @@ def _upstream_file(upstream: Upstream, path: str) -> bytes:
         raise PatchError(
             f"sglang {upstream.release} has no file {path}\n"
             f"  expected   a path like sglang/srt/server_args.py, in {upstream.root}; patches cannot add files\n"
-            f"  remedy     correct the path; new code belongs into python/sglang_patches/runtime/"
+            f"  remedy     correct the path, or, if it is below a DIR given to refresh, give the folder that edit or "
+            f"new wrote; new code belongs into python/sglang_patches/runtime/"
         )
     return data

@@ -104,7 +104,11 @@ def _names(series: Series, text: str, gpu: Callable[[], bool]) -> set[str]:
         "default": lambda: defaults(series, gpu),
     }
     base = next((item for item in plain if item in bases), None)
-    if (base and (len(plain) > 1 or items[0] != base)) or (changes and plain and not base):
+    if (
+        (text.strip() and not items)
+        or (base and (len(plain) > 1 or items[0] != base))
+        or (changes and plain and not base)
+    ):
         raise PatchError(
             f"{VARIABLE}={text!r} is not a selection\n"
             f"  expected   none, all, a list (a,b), or changes (+a,-b) to the defaults or to a first word "

@@ -22,7 +22,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sglang_patches.selection import has_gpu
+from sglang_patches import selection
+from sglang_patches.errors import PatchError
+from sglang_patches.series import load
+from sglang_patches.upstream import locate
 
 # EAGLE-3 chain: the settings at which accept lengths of Kimi-K2.5 drafts are published.
 _EAGLE3_ARGS = ["--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"]
@@ -119,12 +122,26 @@ def plan(
         argv += _CPU_ARGS
         env = {**_CPU_ENV, **env}
         notes.append("no GPU: serving on the CPU in float32, which suits small models only")
+        if not _cpu_eagle3_is_on(environ):
+            notes.append(
+                f"SGLANG_PATCHES={environ.get('SGLANG_PATCHES')} leaves out cpu-eagle3: upstream alone needs its own "
+                "CPU build of sgl_kernel here (its wheel's needs CUDA) and then serves without speculation only"
+            )
     argv += extra
     named = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     named.add_argument("--served-model-name", default=name)
     named.add_argument("--host", default="127.0.0.1")
     given = named.parse_known_args(list(extra))[0]
     return Launch(argv, env, given.served_model_name, _reachable(given.host), notes)
+
+
+def _cpu_eagle3_is_on(environ: Mapping[str, str]) -> bool:
+    """Whether the selection in ``environ`` brings the CPU kernels; PatchError if it is not usable."""
+    upstream = locate()
+    if upstream is None:
+        return False
+    on = selection.select(load(upstream.release), environ.get("SGLANG_PATCHES", ""), lambda: False)
+    return any(patch.name == "cpu-eagle3" for patch in on)
 
 
 def _reachable(host: str) -> str:
@@ -187,16 +204,33 @@ def _spawn_watcher(url: str, name: str) -> None:
     os._exit(0)
 
 
+def _at_least_one(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of GPUs: give TP=1 or more")
+    return int(text)
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port: give PORT= a number from 1 to 65535")
+    return int(text)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line of ``python -m sglang_patches.serve``; on success it does not return."""
     parser = argparse.ArgumentParser(prog="sglang_patches.serve", description=__doc__)
     parser.add_argument("--model", required=True, help="folder or hub name of the target model")
     parser.add_argument("--draft", default="", help="folder or hub name of the EAGLE-3 draft; empty: no speculation")
-    parser.add_argument("--tp", type=int, default=1, help="tensor parallel size: GPUs to use")
-    parser.add_argument("--port", type=int, default=30000, help="HTTP port on 127.0.0.1")
+    parser.add_argument("--tp", type=_at_least_one, default=1, help="tensor parallel size: GPUs to use")
+    parser.add_argument("--port", type=_port, default=30000, help="HTTP port on 127.0.0.1")
     parser.add_argument("extra", nargs="*", help="after --: more arguments for sglang.launch_server")
     given = parser.parse_args(arguments)
-    launch = plan(given.model, given.draft, given.tp, given.port, given.extra, cuda=has_gpu(), environ=os.environ)
+    try:
+        launch = plan(
+            given.model, given.draft, given.tp, given.port, given.extra, cuda=selection.has_gpu(), environ=os.environ
+        )
+    except PatchError as error:
+        raise SystemExit(f"serve: {error}") from None
     if not _port_is_free(given.port):
         raise SystemExit(
             f"serve: port {given.port} is in use; choose another with PORT=, or: make stop PORT={given.port}"

@@ -85,12 +85,15 @@ def build_tree(upstream: Upstream, on: tuple[Patch, ...], directory: Path) -> di
     """Write the whole `sglang` package with `on` applied to `directory`; returns (and writes) the patch set.
 
     Raises:
-        PatchError: a pre-image differs, or `directory` is not empty.
+        PatchError: a pre-image differs, or `directory` is a file or not empty.
+        OSError: it cannot be written.
     """
     overlay = Overlay(upstream, on)
     patched = {}
     for path in overlay.by_path:
         patched[path] = overlay.patched(path, overlay.check(path, upstream.read(path), upstream.path(path)))
+    if directory.exists() and not directory.is_dir():
+        raise PatchError(f"{directory} is a file\n  remedy     name a new folder")
     if directory.exists() and any(directory.iterdir()):
         raise PatchError(f"{directory} is not empty\n  remedy     name a new folder, or remove this one first")
     ignored = shutil.ignore_patterns("__pycache__", "*.pyc")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -116,7 +117,12 @@ def test_logprobs_belong_to_the_greedy_tokens(client: openai.OpenAI, model: str)
         assert token.logprob == pytest.approx(best, abs=1e-4)
 
 
-def test_a_seed_repeats_a_sampled_answer_and_another_does_not(client: openai.OpenAI, model: str) -> None:
+def test_a_seed_repeats_a_sampled_answer_and_another_does_not(
+    spec_server: Server, client: openai.OpenAI, model: str
+) -> None:
+    if spec_server.get("/server_info")["device"] != "cpu":
+        pytest.skip("on a GPU upstream reads seeds only under --enable-deterministic-inference")
+
     def sample(seed: int) -> str | None:
         answer = client.chat.completions.create(
             model=model, messages=CHAT, max_tokens=32, temperature=1.0, top_p=0.95, seed=seed
@@ -238,9 +244,10 @@ def test_server_info_tells_patch_set_and_accept_length(spec_server: Server, clie
     assert all(len(patch["sha256"]) == 64 for patch in after["patches"])
     assert {state["sglang_patches"]["patch_set_id"] for state in told["internal_states"]} == {after["patch_set_id"]}
     assert answer.usage is not None
-    # The first token comes from the prefill, all others from verify passes; the last pass may accept more than is kept.
+    # The first token comes from the prefill, all others from verify passes. The last pass may accept more than is kept,
+    # and on a GPU one more pass is under way when the request ends (overlap scheduling).
     accepted = after["accepted_tokens"] - before["accepted_tokens"]
-    assert answer.usage.completion_tokens - 1 <= accepted < answer.usage.completion_tokens + 4
+    assert answer.usage.completion_tokens - 1 <= accepted < answer.usage.completion_tokens + 8
     assert after["verify_passes"] - before["verify_passes"] < accepted
     assert after["accept_length"] == after["accepted_tokens"] / after["verify_passes"]
 
@@ -258,6 +265,20 @@ def test_accept_length_on_held_out_prompts(spec_server: Server, client: openai.O
     assert accepted / passes > 1.8
 
 
+def test_a_chat_that_names_no_temperature_speculates_well_too(
+    spec_server: Server, client: openai.OpenAI, model: str
+) -> None:
+    """What a newcomer sends first: the model's own generation_config decides how hot it samples."""
+    before = spec_server.get("/server_info")["sglang_patches"]
+    for prompt in ("Tell me a story.", "Once upon a time", "Fellow citizens", "Call me Ishmael") * 3:
+        message: Any = {"role": "user", "content": prompt}
+        client.chat.completions.create(model=model, messages=[message], max_tokens=96)
+    after = spec_server.get("/server_info")["sglang_patches"]
+    accepted, passes = (after[key] - before[key] for key in ("accepted_tokens", "verify_passes"))
+    print(f"accept length of chats at the model's own temperature: {accepted / passes:.2f}")
+    assert accepted / passes > 1.8
+
+
 def test_metrics_tell_patch_set_and_accept_length(spec_server: Server, client: openai.OpenAI, model: str) -> None:
     client.completions.create(model=model, prompt=PROMPT, max_tokens=8, temperature=0)
     told = spec_server.get("/server_info")["sglang_patches"]
@@ -269,6 +290,13 @@ def test_metrics_tell_patch_set_and_accept_length(spec_server: Server, client: o
     assert info.endswith(" 1.0")
     (length,) = [line for line in lines if line.startswith("sglang_patches_accept_length{")]
     assert float(length.rsplit(" ", 1)[1]) == pytest.approx(told["accept_length"])
+
+
+def test_the_person_who_started_it_is_told_when_it_is_ready(spec_server: Server) -> None:
+    deadline = time.monotonic() + 30
+    while "serve: ready after" not in spec_server.log() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert f"curl -s {spec_server.url}/v1/chat/completions" in spec_server.log()
 
 
 def test_every_process_logs_the_patch_set_once(spec_server: Server) -> None:

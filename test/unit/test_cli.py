@@ -316,12 +316,18 @@ def test_new_patch_from_nothing(patched: Sandbox, tmp_path: Path) -> None:
         (["new", "c", "TREE", "../../etc/passwd"], "sglang 0.5.23 has no file ../../etc/passwd"),
         (["edit", "a", "FULL"], "is not empty"),
         (["refresh", "a", "MISSING"], "no such folder"),
+        (["refresh", "a", "BUILT"], "give the folder that edit or new wrote"),
+        (["build", "FILE"], "is a file"),
+        (["build", "/proc/none"], "/proc/none"),
     ],
 )
 def test_user_errors(patched: Sandbox, tmp_path: Path, arguments: list[str], problem: str) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("")
-    places = {"TREE": str(tmp_path / "tree"), "FULL": str(tmp_path / "full"), "MISSING": str(tmp_path / "none")}
+    (tmp_path / "built" / "deep" / "sglang").mkdir(parents=True)
+    (tmp_path / "built" / "deep" / "sglang" / "__init__.py").write_text("")
+    (tmp_path / "file").write_text("")
+    places = {name.upper(): str(tmp_path / name) for name in ("tree", "full", "missing", "built", "file")}
     done = patched.cli(*(places.get(argument, argument) for argument in arguments))
     assert done.returncode == 2
     assert problem in done.stderr

@@ -93,7 +93,9 @@ def test_unknown_names_list_the_known_ones(series: Series) -> None:
         )
 
 
-@pytest.mark.parametrize("text", ["on-one,+off-two", "+off-two,none", "none,on-one", "all,none", "none,all,+off-two"])
+@pytest.mark.parametrize(
+    "text", ["on-one,+off-two", "+off-two,none", "none,on-one", "all,none", "none,all,+off-two", ",,", " , "]
+)
 def test_lists_and_changes_do_not_mix(series: Series, text: str) -> None:
     assert refusal(series, text) == lines(
         f"SGLANG_PATCHES={text!r} is not a selection",

@@ -127,6 +127,37 @@ def test_port_in_args_is_refused(tiny: Path) -> None:
         serve.plan(str(tiny), "", 1, 30000, ["--port", "1"], cuda=False, environ={})
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--port", "99999999"], "PORT= a number from 1 to 65535"),
+        (["--port", "0"], "PORT= a number from 1 to 65535"),
+        (["--tp", "0"], "TP=1 or more"),
+        (["--tp", "two"], "TP=1 or more"),
+    ],
+)
+def test_a_number_out_of_range_is_refused_at_once(
+    tiny: Path, arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        serve.main(["--model", str(tiny), *arguments])
+    assert told in capsys.readouterr().err
+
+
+def test_a_selection_without_the_cpu_kernels_is_told(tiny: Path) -> None:
+    launch = serve.plan(str(tiny), "", 1, 30000, [], cuda=False, environ={"SGLANG_PATCHES": "none"})
+    assert any("leaves out cpu-eagle3" in note for note in launch.notes)
+    default = serve.plan(str(tiny), "", 1, 30000, [], cuda=False, environ={})
+    assert not any("cpu-eagle3" in note for note in default.notes)
+
+
+def test_an_unknown_patch_is_refused_before_the_server_starts(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_PATCHES", "bogus")
+    monkeypatch.setattr(serve.selection, "has_gpu", lambda: False)
+    with pytest.raises(SystemExit, match="unknown patch: bogus"):
+        serve.main(["--model", str(tiny)])
+
+
 def test_a_taken_port_is_refused_at_once(tiny: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
