@@ -216,6 +216,74 @@ def stop(
     stop_server(port, timeout, echo=typer.echo)
 
 
+@command
+def provenance(
+    server: Annotated[str, typer.Option(help="Ask a running server, such as http://127.0.0.1:30000")] = "",
+    out: Annotated[Path | None, typer.Option(help="Write to this file instead of the terminal.")] = None,
+    with_time: Annotated[bool, typer.Option("--with-time", help="Add the time.")] = False,
+    with_host: Annotated[bool, typer.Option("--with-host", help="Add the host name.")] = False,
+    api_key: Annotated[str, typer.Option(envvar="SGLANG_API_KEY", help="The server's API key, if it has one.")] = "",
+) -> None:
+    """Write the provenance document: code, libraries, environment, models and machine, without secrets.
+
+    Of this environment (docs/provenance.md; takes seconds), or of a running server.
+    """
+    from sglang_patches.document import collect
+    from sglang_patches.document import server as servers
+
+    if server:
+        document = servers.ask(server, api_key, with_time, with_host)
+    else:
+        document = collect.environment(with_time, with_host)
+    text = document.model_dump_json(indent=2)
+    if out is None:
+        typer.echo(text)
+    else:
+        out.write_text(text + "\n", encoding="utf-8")
+
+
+@command
+def diff(
+    a: Annotated[Path, typer.Argument(help="A provenance document, or a result that embeds one.", metavar="A.json")],
+    b: Annotated[Path, typer.Argument(help="Another.", metavar="B.json")],
+    as_json: AsJson = False,
+) -> None:
+    """Say in plain words what differs between two provenance documents, most telling first.
+
+    Exit code: 0 nothing that matters differs, 1 something does, 2 a file is not such a document.
+    """
+    from dataclasses import asdict
+
+    from sglang_patches.document import diff as differ
+    from sglang_patches.document import schema
+
+    one, other = schema.read(a), schema.read(b)
+    found = differ.diff(one, other)
+    said = differ.summary(one, other, found)
+    if as_json:
+        typer.echo(json.dumps({"summary": said, "differences": [asdict(entry) for entry in found]}, indent=2))
+    else:
+        typer.echo(said)
+        for entry in found:
+            typer.echo(f"  {'*' if entry.matters else '-'} {entry}")
+        if not all(entry.matters for entry in found):
+            typer.echo("(* matters, - taken not to matter)")
+    raise typer.Exit(1 if any(entry.matters for entry in found) else 0)
+
+
+# Handed on unread: the commands below it import torch, which the others must not wait for.
+@app.command(
+    name="nccl",
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},
+)
+def nccl(context: typer.Context) -> None:
+    """NCCL on this host: `nccl check` shows which settings it took, `nccl tune` finds the fast ones."""
+    from sglang_patches.nccl.app import app as commands
+
+    commands(context.args, prog_name="sglang-patches nccl")
+
+
 def main() -> None:
     """Entry point of the console script."""
     app()

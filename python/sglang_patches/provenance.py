@@ -42,8 +42,9 @@ def code_sha256(patch: Patch) -> str:
 
 
 def shared_sha256() -> str:
-    """sha256 over the modules in `runtime/` that belong to no single patch: those whose name begins with `_`."""
-    lines = [f"{file.name} {digest(file.read_bytes())}" for file in sorted(_RUNTIME.glob("_*.py"))]
+    """sha256 over code that patches run but no single patch owns: `runtime/_*.py`, and what chooses NCCL settings."""
+    chooses_nccl = [_RUNTIME.with_name("nccl") / f"{name}.py" for name in ("profile", "topology")]
+    lines = [f"{file.name} {digest(file.read_bytes())}" for file in [*sorted(_RUNTIME.glob("_*.py")), *chooses_nccl]]
     return digest("\n".join(lines).encode())
 
 

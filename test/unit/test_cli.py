@@ -339,5 +339,17 @@ def test_the_console_script_explains_itself() -> None:
     script = Path(sys.executable).with_name("sglang-patches")
     done = subprocess.run([script, "--help"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0
-    for word in ("SGLANG_PATCHES", "list", "show", "status", "verify", "build", "new", "edit", "refresh", "stop"):
+    for word in (
+        "SGLANG_PATCHES",
+        "list",
+        "show",
+        "status",
+        "verify",
+        "build",
+        "new",
+        "edit",
+        "refresh",
+        "stop",
+        "nccl",
+    ):
         assert word in done.stdout

@@ -15,6 +15,9 @@ logger = logging.getLogger("sglang_patches")
 Result = Literal["applied", "not needed", "failed"]
 Figures = Mapping[str, Any]
 
+# Figures of these names count events, whichever patch has them: `merge` adds them up over processes.
+SUMMED = ("passes", "failures_inside")
+
 _recorded: dict[str, dict[str, Any]] = {}
 _suppliers: dict[str, Callable[[], Figures]] = {}
 
@@ -49,7 +52,11 @@ def outcomes() -> dict[str, dict[str, Any]]:
 
 
 def merge(processes: list[Mapping[str, Mapping[str, Any]]]) -> dict[str, Any]:
-    """Outcomes of several processes as one: equal ones once, others as a list under ``by_process``, worst one first.
+    """Outcomes of several processes as one, so that a figure is found at the same place for one process and for many.
+
+    An entry has the worst ``result`` and the ``detail`` that belongs to it, the figures that are equal in all processes
+    that have them, and the sum of those named in `SUMMED`. Where processes differ, ``by_process`` has the entries as
+    they were, failed ones first; figures that differ are only there.
 
     Args:
         processes: `outcomes` of each, the launching process first, then the schedulers in the order they answered.
@@ -57,9 +64,25 @@ def merge(processes: list[Mapping[str, Mapping[str, Any]]]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for patch in sorted({name for told in processes for name in told}):
         seen = [dict(told[patch]) for told in processes if patch in told]
-        if all(entry == seen[0] for entry in seen):
-            merged[patch] = seen[0]
-            continue
         worst = sorted(seen, key=lambda entry: entry.get("result") != "failed")
-        merged[patch] = {"result": worst[0].get("result"), "by_process": worst}
+        whole: dict[str, Any] = {name: worst[0][name] for name in ("result", "detail") if name in worst[0]}
+        for name in dict.fromkeys(name for entry in worst for name in entry if name not in ("result", "detail")):
+            values = [entry[name] for entry in worst if name in entry]
+            if name in SUMMED:
+                whole[name] = _added(values)
+            elif all(value == values[0] for value in values):
+                whole[name] = values[0]
+        if any(entry != seen[0] for entry in seen):
+            whole["by_process"] = worst
+        merged[patch] = whole
     return merged
+
+
+def _added(values: list[Any]) -> Any:
+    """The sum of whole numbers, or of mappings of them, name by name; of anything else the first."""
+    if all(isinstance(value, Mapping) for value in values):
+        names = dict.fromkeys(name for value in values for name in value)
+        return {name: _added([value[name] for value in values if name in value]) for name in names}
+    if all(isinstance(value, int) for value in values):
+        return sum(values)
+    return values[0]

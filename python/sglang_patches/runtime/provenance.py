@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+from sglang_patches.document import server
 from sglang_patches.provenance import code_state
 from sglang_patches.runtime import _outcome
 
@@ -88,13 +89,17 @@ def export_info() -> None:
 
 
 def add_scheduler_state(state: dict[str, Any]) -> None:
-    """Add this scheduler's patch set and acceptance counts to ``state``, one entry of ``internal_states``."""
+    """Add what this scheduler tells to ``state``, one entry of ``internal_states``.
+
+    That is its patch set, its acceptance counts, what its patches decided, and its ``process`` of the document.
+    """
     state[_KEY] = {
         "patch_set_id": _patch_set_id(),
         "accepted_tokens": _acceptance.tokens,
         "verify_passes": _acceptance.passes,
         "accept_length": _mean(_acceptance.tokens, _acceptance.passes),
         "outcomes": _outcome.outcomes(),
+        "process": server.process(_scheduler_name),
     }
 
 
@@ -104,7 +109,8 @@ def server_info(internal_states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     It is the code state of the process that answers (``patch_set_id``, ``release``, ``patches`` with name and sha256,
     ``version``), and ``accept_length``: mean tokens per request and verify pass since start over all data-parallel
     schedulers, bonus token included; None before the first pass and without speculation. ``outcomes`` has what each
-    patch decided in this process and in the schedulers (`_outcome.merge`).
+    patch decided in this process and in the schedulers (`_outcome.merge`). ``document`` is the provenance document
+    (`sglang_patches.document.schema.Document`), None where it cannot be told.
     """
     counts = [state.get(_KEY, {}) for state in internal_states]
     tokens = sum(count.get("accepted_tokens", 0) for count in counts)
@@ -119,16 +125,26 @@ def server_info(internal_states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "accepted_tokens": tokens,
         "verify_passes": passes,
         "outcomes": _outcome.merge([_outcome.outcomes(), *(count.get("outcomes", {}) for count in counts)]),
+        "document": server.document(_server_args, [count.get("process") for count in counts]),
     }
+
+
+def _server_args() -> dict[str, Any]:
+    from sglang.srt.runtime_context import get_context
+
+    return get_context().resolved_server_args_dict()
 
 
 def scheduler_info() -> dict[str, Any]:
     """What a scheduler reports of its code state, and which one it is, when it is ready."""
+    return {"patch_set_id": _patch_set_id(), "scheduler": _scheduler_name()}
+
+
+def _scheduler_name() -> str:
     from sglang.srt.runtime_context import get_parallel
 
     ranks = get_parallel()
-    name = f"dp {ranks.dp_rank or 0} pp {ranks.pp_rank} tp {ranks.tp_rank}"
-    return {"patch_set_id": _patch_set_id(), "scheduler": name}
+    return f"dp {ranks.dp_rank or 0} pp {ranks.pp_rank} tp {ranks.tp_rank}"
 
 
 def controller_info(scheduler_infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -1,0 +1,196 @@
+"""The provenance document as a type: what it holds, its JSON Schema, and reading one back.
+
+The version counts up whenever a reader of the former one would misread a document; new optional fields do not need it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from sglang_patches.errors import PatchError
+
+KIND = "sglang-patches.provenance"
+VERSION = 1
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class PatchState(_Part):
+    """One patch of the series, on or off."""
+
+    name: str
+    on: bool
+    state: str = Field(description="applied, off, not needed, mismatch or inactive, as `sglang-patches status` says")
+    reason: str = ""
+    sha256: str = Field(description="Over the patch file and all code it brings.")
+
+
+class Code(_Part):
+    """Upstream's release and the patches on it."""
+
+    id: str = Field(description="12 hexadecimal digits; equal exactly if release, patches on, order and code are.")
+    release: str
+    version: str | None = Field(description="Of this distribution; null where it runs from a source tree.")
+    active: bool = Field(description="Whether the process loads patched modules at all.")
+    patches: list[PatchState] = Field(description="The whole series, in order.")
+
+
+class File(_Part):
+    """One file of package `sglang` that is not what the wheel's RECORD says."""
+
+    path: str = Field(description="As upstream names it: sglang/srt/server_args.py")
+    sha256: str | None = Field(description="Of the file in use; null where a file of the wheel is gone.")
+    by: Literal["patch", "edit"] = Field(description="patch: a patch of the series that is on makes this copy.")
+
+
+class Library(_Part):
+    """One shared library the process has loaded."""
+
+    name: str
+    path: str
+    size: int = Field(description="Bytes.")
+    sha256: str | None = Field(description="null: not hashed yet (a server hashes for a fraction of a second only).")
+
+
+class Process(_Part):
+    """What one process runs."""
+
+    name: str = Field(description="environment, http, or a scheduler by its ranks: dp 0 pp 0 tp 0")
+    patch_set_id: str
+    files: list[File]
+    libraries: list[Library]
+    nccl: str | None = Field(description="Version of the NCCL that is loaded, as it tells itself.")
+
+
+class Model(_Part):
+    """Which model it is, by content."""
+
+    path: str
+    revision: str | None
+    config_sha256: str | None
+    index_sha256: str | None = Field(
+        description="Of *.safetensors.index.json; without one, over names and sizes of the weight files."
+    )
+
+
+class Gpu(_Part):
+    """One GPU that the process may see. Clocks in MHz, power in W; null where the driver does not tell."""
+
+    name: str
+    uuid: str | None = None
+    sm_clock: int | None = None
+    memory_clock: int | None = None
+    max_sm_clock: int | None = None
+    max_memory_clock: int | None = None
+    power_limit: float | None = None
+
+
+class Machine(_Part):
+    """What it ran on."""
+
+    cpu: str
+    cpus: int = Field(description="That the process may use.")
+    memory_gib: float
+    kernel: str
+    container: str | None = Field(description="Image or kind of container, where it can be told.")
+    driver: str | None = Field(description="Of NVIDIA.")
+    gpus: list[Gpu]
+    topology: str = Field(description="GPUs and their connections, in words.")
+    topology_fingerprint: str = Field(description="12 hexadecimal digits, equal for hosts of the same make.")
+
+
+class Document(_Part):
+    """Provenance of one server, or of one environment."""
+
+    kind: Literal["sglang-patches.provenance"] = "sglang-patches.provenance"
+    schema_version: Literal[1] = 1
+    code: Code
+    processes: list[Process]
+    versions: dict[str, str | None] = Field(description="Of the libraries that matter; null: not installed.")
+    command: list[str] = Field(description="Secrets are masked.")
+    server_args: dict[str, Any] | None = Field(description="Resolved arguments of a server. Secrets are masked.")
+    environment: dict[str, str] = Field(description="Variables that change what is computed. Secrets are masked.")
+    models: dict[str, Model] = Field(description="By role: target, draft.")
+    machine: Machine
+    time: str | None = Field(default=None, description="ISO 8601 in UTC, only if asked for.")
+    host: str | None = Field(default=None, description="Host name, only if asked for.")
+
+
+def json_schema() -> str:
+    """The published JSON Schema (docs/provenance.schema.json), as text."""
+    schema = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "$id": f"{KIND}.v{VERSION}",
+        **Document.model_json_schema(),
+    }
+    return json.dumps(schema, indent=2) + "\n"
+
+
+def find(data: Any) -> dict[str, Any] | None:
+    """The first document in JSON data, outermost first: the data itself, or what a result file embeds."""
+    level = [data]
+    while level:
+        below: list[Any] = []
+        for value in level:
+            if isinstance(value, dict):
+                if value.get("kind") == KIND:
+                    return value
+                below += value.values()
+            elif isinstance(value, list):
+                below += value
+        level = below
+    return None
+
+
+def parse(data: Any, name: str) -> Document:
+    """The document in JSON data.
+
+    Args:
+        data: a document, or anything that embeds one.
+        name: of the file or server, for messages.
+
+    Raises:
+        PatchError: there is none, it has another schema version, or it does not fit the schema.
+    """
+    found = find(data)
+    if found is None:
+        raise PatchError(
+            f"{name}: holds no provenance document\n"
+            f'  expected   an object with "kind": "{KIND}", at any depth\n'
+            f"  remedy     write one with: sglang-patches provenance --out FILE"
+        )
+    if found.get("schema_version") != VERSION:
+        raise PatchError(
+            f"{name}: provenance document of schema version {found.get('schema_version')!r}\n"
+            f"  expected   version {VERSION}\n"
+            f"  remedy     read it with the sglang-patches that wrote it, or write it again with this one"
+        )
+    try:
+        return Document.model_validate(found)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise PatchError(
+            f"{name}: not a provenance document of version {VERSION}: {place}: {first['msg']}\n"
+            f"  remedy     write it again with: sglang-patches provenance --out FILE"
+        ) from None
+
+
+def read(file: Path) -> Document:
+    """The document in a file of JSON.
+
+    Raises:
+        PatchError: it is not JSON, or as `parse` says.
+        OSError: it cannot be read.
+    """
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise PatchError(f"{file}: not JSON: {error}\n  remedy     name a result or provenance file") from None
+    return parse(data, str(file))

@@ -1,0 +1,136 @@
+"""Keeping secrets out of a document: which environment variables go in, and what is masked in any value.
+
+Names decide first, values second, so a key under a harmless name is found where it looks like one. When in doubt it is
+masked: a value too few in a document is a smaller harm than a key in a result that is published.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+MASK = "***"
+
+_ALLOWED = re.compile(
+    r"(SGLANG|SGL|NCCL|CUDA|CUBLAS|CUDNN|NVIDIA|NVSHMEM|TORCH|TORCHINDUCTOR|PYTORCH|TRITON|FLASHINFER|OMP|MKL|KMP|GOMP|"
+    r"OPENBLAS|GLOO|UCX|MC|MOONCAKE|DG|DEEPEP|TOKENIZERS|HF_HUB|TRANSFORMERS)_[A-Z0-9_]+|SGLANG_PATCHES|LD_PRELOAD|"
+    r"LD_LIBRARY_PATH|PYTHONHASHSEED|PYTHONOPTIMIZE"
+)
+_SECRET_WORDS = frozenset((
+    "key", "secret", "auth", "authorization", "bearer", "cookie", "credential", "credentials", "private",
+    "pwd", "pat", "sas", "sig", "signature", "passphrase", "keyfile", "keyfiles",
+))  # fmt: skip
+_SECRET_PARTS = ("password", "passwd", "secret", "apikey", "credential", "accesskey", "authtoken", "privatekey")
+# Words that are secrets under some names and counts under others: `max_total_tokens`, `experts_per_token`.
+_COUNTED = frozenset(("tokens", "keys", "token"))
+# Upstream's arguments that have such a word, a value that is no count, and no secret.
+_HARMLESS = frozenset((
+    "speculative_token_map", "bucket_time_to_first_token", "prompt_tokens_buckets", "generation_tokens_buckets",
+))  # fmt: skip
+_COUNT = re.compile(r"-?\d{1,9}(\.\d{1,9})?|true|false|none|null|", re.IGNORECASE)
+
+_VALUES = (
+    # scheme://user:password@host, also with an @ in the password, and user:password@host
+    (re.compile(r"(?<=://)[^/\s\"']+(?=@)"), MASK),
+    (re.compile(r"(?<![\w./-])[\w.-]+:[^\s:/@\"']+(?=@[\w.-])"), MASK),
+    (re.compile(r"(?i)(authorization[\"']?\s*[:=]\s*[\"']?)[^\"'\n,;}]+"), rf"\1{MASK}"),
+    # -----BEGIN ... PRIVATE KEY----- up to its end, if it has one
+    (re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL), MASK),
+    (re.compile(r"(?i)\b(bearer|basic)\s+[\w.~+/=-]{8,}"), rf"\1 {MASK}"),
+    # Keys by their makers' prefixes.
+    (
+        re.compile(
+            r"\b(hf_|sk-|pk-|rk-|gh[opusr]_|github_pat_|glpat-|xox[abprs]-|nvapi-|AIza|dop_v1_|npm_|pypi-|gsk_|r8_|ya29\.)"
+            r"[\w.-]{8,}"
+        ),
+        MASK,
+    ),
+    (re.compile(r"\b(AKIA|ASIA)[A-Z0-9]{12,}\b"), MASK),
+    (re.compile(r"\beyJ[\w-]{8,}\.[\w-]{4,}(\.[\w-]*)?"), MASK),
+    # A long run of upper case, lower case and digits is no word, path, UUID or hexadecimal hash.
+    (
+        re.compile(r"(?<![\w/+=-])(?=[^\W_]*[a-z])(?=[^\W_]*[A-Z])(?=[^\W_]*\d)[A-Za-z0-9+]{32,}={0,2}(?![\w/+=-])"),
+        MASK,
+    ),
+)
+# Names start at a boundary and are bounded, or long values would take time that grows with their square.
+# key=value and "key": "value" inside a value: query strings, headers, JSON in an argument.
+_PAIR = re.compile(
+    r"""(?P<name>(?<![\w-])[\w-]{1,200})(?P<gap>["']?\s*[=:]\s*)(?P<value>"[^"]*"?|'[^']*'?|[^\s"'&,;}{]+)"""
+)
+
+
+def is_secret(name: str, value: object = "x") -> bool:
+    """Whether a variable, argument or field of this name keeps its value to itself."""
+    plain = name.strip().lstrip("-").replace("-", "_")
+    if plain.lower() in _HARMLESS:
+        return False
+    words = re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", plain).lower().split("_")
+    joined = plain.lower().replace("_", "")
+    if not _SECRET_WORDS.isdisjoint(words) or any(part in joined for part in _SECRET_PARTS):
+        return value is not None and not isinstance(value, bool) and value != ""
+    if words[-1] == "token" and words[-2:-1] != ["per"]:
+        return value is not None and not isinstance(value, bool) and value != ""
+    return not _COUNTED.isdisjoint(words) and not _COUNT.fullmatch(str(value))
+
+
+def mask_text(text: str) -> str:
+    """The text without what looks like a secret in it."""
+    if text.lstrip()[:1] in ("{", "["):
+        try:
+            return json.dumps(mask(json.loads(text)))
+        except (ValueError, RecursionError):
+            pass  # not JSON after all
+    for pattern, put in _VALUES:
+        text = pattern.sub(put, text)
+
+    def pair(match: re.Match[str]) -> str:
+        hide = is_secret(match["name"], match["value"].strip("\"'"))
+        return match["name"] + match["gap"] + (MASK if hide else match["value"])
+
+    return _PAIR.sub(pair, text)
+
+
+def mask(value: Any, name: str = "") -> Any:
+    """JSON-able data without secrets: by the name of every field, and by what strings look like."""
+    if name and is_secret(name, value):
+        return MASK
+    if isinstance(value, Mapping):
+        return {mask_text(str(key)): mask(item, str(key)) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [mask(item) for item in value]
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    if isinstance(value, Enum):
+        return mask(value.value)
+    # Not `str` of just anything: it may hold an address in memory, which differs in every process.
+    return mask_text(str(value)) if isinstance(value, (str, os.PathLike)) else f"<{type(value).__qualname__}>"
+
+
+def command(arguments: Sequence[str]) -> list[str]:
+    """A command line without secrets: `--api-key X` and `--api-key=X` keep their first part."""
+    out: list[str] = []
+    hide = ""
+    for argument in arguments:
+        if argument.startswith("-"):
+            name, equals, value = argument.partition("=")
+            hide = "" if equals else name
+            secret = equals and is_secret(name, value)
+            out.append(f"{name}={MASK if secret else mask_text(value)}" if equals else mask_text(argument))
+        else:
+            # Options may take several values, so the name holds until the next option.
+            out.append(MASK if hide and is_secret(hide, argument) else mask_text(argument))
+    return out
+
+
+def environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that may change what is computed or how fast, by name, without secrets."""
+    return {
+        name: MASK if is_secret(name, value) else mask_text(value)
+        for name, value in sorted(environ.items())
+        if _ALLOWED.fullmatch(name)
+    }

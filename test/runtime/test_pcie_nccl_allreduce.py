@@ -1,0 +1,744 @@
+"""pcie-nccl-allreduce: what is set for which host, that every rank checks it, and NCCL's rules for graphs."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import inspect
+import json
+import re
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from sglang.srt.arg_groups.model_override_base import resolving_view
+from sglang.srt.distributed.device_communicators import pynccl
+from sglang.srt.distributed.utils import StatelessProcessGroup
+from sglang.srt.server_args import ServerArgs
+
+from sglang_patches.nccl import profile, topology
+from sglang_patches.nccl.topology import Topology
+from sglang_patches.runtime import _outcome, pcie_nccl_allreduce
+from sglang_patches.runtime.pcie_nccl_allreduce import decision, guard
+
+REPO = Path(__file__).parents[2]
+HOSTS = REPO / "test/nccl/topologies"
+PATCH = decision.PATCH
+
+
+def host(name: str) -> Topology:
+    return Topology.from_json((HOSTS / f"{name}.json").read_text())
+
+
+PCIE = host("eight-on-two-sockets")
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_outcome, "_recorded", {})
+    monkeypatch.setattr(_outcome, "_suppliers", {})
+    monkeypatch.setattr(guard, "_guard", None)
+    monkeypatch.setattr(guard, "_expected_group", None)
+
+
+EAGER = {
+    "enable_symm_mem": False,
+    "enable_pdmux": False,
+    "enable_torch_compile": False,
+    "enable_kv_cache_sharding": False,
+    "attn_dp_size": 1,
+    "attn_cp_size": 1,
+    "dcp_size": 1,
+}
+
+
+def arguments(**changed: Any) -> SimpleNamespace:
+    """The resolved server arguments that are read, of ``--tp 8``."""
+    values: dict[str, Any] = {
+        "device": "cuda",
+        "tp_size": 8,
+        "pp_size": 1,
+        "dp_size": 1,
+        "nnodes": 1,
+        "base_gpu_id": 0,
+        "gpu_id_step": 1,
+        "enable_deterministic_inference": False,
+        "elastic_ep_backend": None,
+        "use_ray": False,
+    }
+    return SimpleNamespace(**values | EAGER | changed)
+
+
+def test_upstream_has_every_argument_that_is_read_with_the_plain_values_assumed_here() -> None:
+    real = resolving_view(ServerArgs(model_path=str(REPO / "test/models/tiny-kimi"), device="cpu"))
+    plain = vars(arguments(tp_size=1, device="cpu"))
+    assert {name: getattr(real, name) for name in plain} == plain
+
+
+@pytest.fixture
+def prepared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """`prepare` on a recorded host: (decision, environment after it)."""
+
+    def run(
+        seen: Topology = PCIE, environ: dict[str, str] | None = None, **changed: Any
+    ) -> tuple[decision.Decision | None, dict[str, str]]:
+        variables = {profile.FOLDER: str(tmp_path), **(environ or {})}
+        monkeypatch.setattr(topology, "read", lambda _environ: seen)
+        return decision.prepare(arguments(**changed), variables), variables
+
+    return run
+
+
+def result() -> dict[str, Any]:
+    return _outcome.outcomes()[PATCH]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "name", "variables"), [(2, "two-gpus", {"NCCL_MIN_NCHANNELS": "16"}), (4, "default", {})]
+)
+def test_a_pcie_host_gets_a_built_in_before_workers_start(
+    prepared: Any, gpus: int, name: str, variables: dict[str, str]
+) -> None:
+    made, environ = prepared(tp_size=gpus)
+    assert {name: value for name, value in environ.items() if name.startswith("NCCL_")} == variables
+    assert (made.profile, made.graphs_only, made.nccl_version) == (name, True, "2.30.7")
+    assert decision.inherited(environ) == made
+    assert _outcome.outcomes() == {}  # only a rank that read it back may say "applied"
+
+
+@pytest.mark.parametrize(
+    ("seen", "changed", "why"),
+    [
+        (host("nvlink-host"), {}, "every pair of the 8 GPUs has NVLink"),
+        (host("no-gpu"), {"tp_size": 1}, "tensor parallel size is 1"),
+        (host("no-gpu"), {"device": "cpu"}, "device is cpu"),
+        (host("nvlink-host"), {"use_ray": True}, "every pair of the 8 GPUs has NVLink"),
+        (PCIE, {"tp_size": 1}, "tensor parallel size is 1"),
+        (PCIE, {"device": "cpu"}, "device is cpu"),
+        (PCIE, {"nnodes": 2}, "2 nodes"),
+        (PCIE, {"enable_deterministic_inference": True}, "deterministic inference"),
+        (PCIE, {"elastic_ep_backend": "mooncake"}, "mooncake"),
+    ],
+)
+def test_nothing_is_set_where_it_is_not_needed(prepared: Any, seen: Topology, changed: Any, why: str) -> None:
+    made, environ = prepared(seen, **changed)
+    assert made is None
+    assert list(environ) == [profile.FOLDER]
+    assert result()["result"] == "not needed"
+    assert why in result()["detail"]
+
+
+@pytest.mark.parametrize(
+    ("seen", "changed", "why"),
+    [
+        (host("no-gpu"), {}, "NVML lists no GPU"),
+        (host("nvml-missing"), {}, "NVML Shared Library Not Found"),
+        (PCIE, {"use_ray": True}, "with --use-ray the workers are actors of Ray, which do not inherit it"),
+    ],
+)
+def test_where_it_may_be_needed_and_cannot_be_done_it_has_failed(
+    prepared: Any, seen: Topology, changed: Any, why: str
+) -> None:
+    made, environ = prepared(seen, **changed)
+    assert made is None
+    assert list(environ) == [profile.FOLDER]
+    assert result()["result"] == "failed"
+    assert why in result()["detail"]
+
+
+def test_amds_gpus_are_no_concern_even_though_nvml_does_not_know_them(
+    prepared: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert prepared(host("nvml-missing"))[0] is None
+    assert (result()["result"], "ROCm 6.4" in result()["detail"]) == ("not needed", True)
+
+
+def test_where_nvml_does_not_tell_of_nvlink_nothing_is_set_but_ranks_are_compared(prepared: Any) -> None:
+    untold = replace(PCIE, links=tuple(replace(link, nvlink=None) for link in PCIE.links))
+    made, environ = prepared(untold)
+    assert not made.changes_something
+    assert "NVML does not tell whether the 8 GPUs have NVLink" in made.why
+    assert sorted(environ) == sorted([profile.FOLDER, decision.DECISION])
+
+
+def test_only_the_gpus_of_the_server_count(prepared: Any) -> None:
+    half_linked = replace(PCIE, links=tuple(replace(link, nvlink=link.a // 4 == link.b // 4) for link in PCIE.links))
+    assert prepared(half_linked, tp_size=4, base_gpu_id=4)[0] is None
+    assert prepared(half_linked, tp_size=4, pp_size=2)[0] is None
+    assert prepared(half_linked, tp_size=4, base_gpu_id=2)[0] is not None
+    assert prepared(half_linked, tp_size=4, gpu_id_step=2)[0] is not None
+    first, second = half_linked.subset([0, 4]), half_linked.subset([1, 5])
+    assert prepared(half_linked, tp_size=2, dp_size=2, gpu_id_step=4)[0] is None
+    assert result()["result"] == "failed"
+    assert "8 are visible" in result()["detail"]
+    assert first.fingerprint() == second.fingerprint()
+
+
+def test_what_the_operator_set_stays_and_is_checked_too(prepared: Any) -> None:
+    made, environ = prepared(environ={"NCCL_PROTO": "LL"})
+    assert "NCCL_MIN_NCHANNELS" not in environ
+    assert made.expected == made.launcher == {"NCCL_PROTO": "LL"}
+    assert not made.changes_something
+    made, environ = prepared(environ={"NCCL_PROTO": "Simple", profile.SELECTION: "story"})
+    assert environ["NCCL_PROTO"] == "Simple"
+    assert environ["NCCL_NTHREADS"] == "512"
+    with pytest.raises(profile.ProfileError, match="'stroy'"):
+        prepared(environ={profile.SELECTION: "stroy"})
+
+
+def test_a_second_engine_does_not_take_the_firsts_settings_for_the_operators(prepared: Any) -> None:
+    made, environ = prepared()
+    assert prepared(environ=environ)[0] == made
+    _, environ = prepared(host("nvlink-host"), environ=environ)
+    assert list(environ) == [profile.FOLDER]
+
+
+def test_what_calls_the_communicator_outside_of_graphs_is_all_that_the_page_names() -> None:
+    assert decision._EAGER_PYNCCL == EAGER
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, True if plain is False else 2) for name, plain in EAGER.items()])
+def test_where_upstream_calls_the_communicator_outside_of_graphs_it_is_left_alone(
+    prepared: Any, name: str, value: Any
+) -> None:
+    made, environ = prepared(tp_size=2, **{name: value})
+    assert not made.graphs_only
+    assert made.graphs_only_why.startswith(f"{name}={value}")
+    assert environ["NCCL_MIN_NCHANNELS"] == "16"
+
+
+def tuned() -> profile.Profile:
+    return profile.Profile(
+        "tuned-here",
+        {"NCCL_PROTO": "LL128"},
+        fingerprint=PCIE.fingerprint(),
+        nccl_version="2.30.7",
+        crossovers={profile.PCIE_IPC: profile.Crossover(rows=8, size_bytes=8 * 7168 * 2)},
+    )
+
+
+def test_a_tuned_profile_turns_pcie_ipc_on_up_to_its_crossover(prepared: Any, tmp_path: Path) -> None:
+    profile.save(tuned(), tmp_path)
+    made, environ = prepared()
+    assert made.profile == "tuned-here"
+    assert (environ[decision.IPC_SWITCH], environ[decision.IPC_LIMIT]) == ("1", str(8 * 7168))
+    made, environ = prepared(environ={decision.IPC_SWITCH: "0"})
+    assert environ[decision.IPC_SWITCH] == "0"
+    assert decision.IPC_LIMIT not in environ
+    assert made.kept == {decision.IPC_SWITCH: "0"}
+
+
+def test_without_a_tuned_profile_pcie_ipc_is_upstreams_own_matter(prepared: Any) -> None:
+    assert decision.IPC_SWITCH not in prepared()[1]
+
+
+RANK = """
+import ctypes, json, os, sys
+from datetime import timedelta
+import torch.distributed as dist
+rank, control_port, decided = int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
+from sglang.srt.distributed.device_communicators import pcie_ipc_ar, pynccl
+from sglang.srt.distributed.parallel_state import init_model_parallel_group
+from sglang_patches.runtime import _outcome, pcie_nccl_allreduce
+from sglang_patches.runtime.pcie_nccl_allreduce import agreement
+agreement._RANK_WAIT = timedelta(seconds=5)
+control = dist.TCPStore("127.0.0.1", control_port, 2, rank == 0, timedelta(seconds=100))
+def come_late():
+    control.wait([f"done {turn} 0"])
+class Communicator:
+    disabled, broken = False, None
+    def __init__(self, **named):
+        if rank == self.broken:
+            raise OSError("no channel")
+        if behaviour == "ipc late" and rank == 1:
+            come_late()
+pcie_ipc_ar.PcieIpcCommunicator = Communicator
+class Pynccl:
+    def __init__(self, group, **named):
+        if behaviour != "not made":
+            self.graphs_only = pcie_nccl_allreduce.made_for_graphs(self, group)
+            self.comm = object()
+pynccl.PyNcclCommunicator = Pynccl
+exchange = agreement.exchange
+def exchange_late(*arguments):
+    come_late()
+    return exchange(*arguments)
+def differ(behaviour):
+    if behaviour == "os.environ":
+        os.environ["NCCL_MIN_NCHANNELS"] = "8"
+    if behaviour == "getenv":
+        ctypes.CDLL(None).setenv(b"NCCL_MIN_NCHANNELS", b"4", 1)
+    if behaviour == "own":
+        os.environ["NCCL_PROTO"] = "LL"
+    if behaviour == "without":
+        del os.environ["SGLANG_PATCHES_NCCL_DECISION"]
+for turn, behaviour in enumerate(sys.argv[4:]):
+    original = dict(os.environ)
+    os.environ.update({} if behaviour.startswith("ipc") else decided)
+    if behaviour.startswith("ipc"):
+        os.environ["SGLANG_ENABLE_PCIE_IPC_ALLREDUCE"] = "1"
+        Communicator.broken = 1 if behaviour == "ipc broken" else None
+    if behaviour == "library":
+        os.environ["SGLANG_NCCL_SO_PATH"] = "/nowhere/libnccl.so.2"
+    if rank == 1:
+        differ(behaviour)
+    if behaviour == "own both":
+        os.environ["NCCL_PROTO"] = "LL"
+    if behaviour == "file":
+        # As NCCL does it, after os.environ was copied, once a communicator is made before this group's.
+        ctypes.CDLL(None).setenv(b"NCCL_NTHREADS", b"128", 0)
+        decision = json.loads(os.environ["SGLANG_PATCHES_NCCL_DECISION"])
+        os.environ["SGLANG_PATCHES_NCCL_DECISION"] = json.dumps(decision | {"in_files": {"NCCL_NTHREADS": "128"}})
+    agreement.exchange = exchange_late if behaviour == "late" and rank == 1 else exchange
+    _outcome._recorded.clear()
+    store = dist.PrefixStore(str(turn), control)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    said = {"rank": rank, "behaviour": behaviour, "error": ""}
+    try:
+        group = init_model_parallel_group([[0, 1]], rank, "gloo", True, False, group_name="tp", use_mscclpp=False)
+        said |= {"outcomes": _outcome.outcomes(), "ipc": group.pcie_ipc_comm is not None}
+    except agreement.NcclSettingsMismatch as error:
+        said["error"] = str(error)
+    print("SAID " + json.dumps(said), flush=True)
+    control.set(f"done {turn} {rank}", "")
+    control.wait([f"done {turn} 0", f"done {turn} 1"])
+    dist.destroy_process_group()
+    for name in set(os.environ) - set(original):
+        del os.environ[name]
+    os.environ.update(original)
+    ctypes.CDLL(None).unsetenv(b"NCCL_NTHREADS")
+control.set(f"end {rank}", "")
+if rank == 0:
+    control.wait(["end 1"])
+os._exit(0)
+"""
+BEHAVIOURS = (
+    "alike", "not made", "os.environ", "getenv", "own", "own both", "file", "library", "without", "late", "ipc",
+    "ipc broken", "ipc late",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def ranks() -> dict[tuple[str, int], dict[str, Any]]:
+    """Two real ranks make upstream's tensor-parallel group, once for each way in which rank 1 differs: what each says.
+
+    They inherit the decision for two GPUs of a PCIe host.
+    """
+    environ: dict[str, str] = {profile.FOLDER: "/nowhere"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(topology, "read", lambda _environ: PCIE.subset([0, 1]))
+        assert decision.prepare(arguments(tp_size=2), environ)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(rank), str(port), json.dumps(environ), *BEHAVIOURS],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=200)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    lines = [line.removeprefix("SAID ") for out in outputs for line in out.splitlines() if line.startswith("SAID ")]
+    said = {(entry["behaviour"], entry["rank"]): entry for entry in map(json.loads, lines)}
+    assert len(said) == 2 * len(BEHAVIOURS), "\n".join(outputs)
+    return said | {("output", rank): {"text": out} for rank, out in enumerate(outputs)}
+
+
+def test_ranks_that_inherited_the_same_go_on_and_rank_0_tells(ranks: Any) -> None:
+    assert ranks["alike", 0]["error"] == ranks["alike", 1]["error"] == ""
+    outcome = ranks["alike", 0]["outcomes"][PATCH]
+    assert outcome["result"] == "applied"
+    assert outcome["environment"] == {"NCCL_MIN_NCHANNELS": "16"}
+    assert (outcome["nccl_version"], outcome["graphs_only"]) == ("2.30.7", True)
+    assert ranks["alike", 1]["outcomes"][PATCH].keys() == {*guard.Guard(None).figures()}  # counters, no result
+    assert ranks["file", 0]["outcomes"][PATCH]["result"] == "applied"
+
+
+def test_a_communicator_that_was_decided_and_not_made_is_told(ranks: Any) -> None:
+    outcome = ranks["not made", 0]["outcomes"][PATCH]
+    assert (outcome["result"], outcome["graphs_only"]) == ("failed", False)
+    assert "no communicator is for graphs alone: upstream made no pynccl communicator" in outcome["detail"]
+
+
+def test_settings_that_all_workers_got_alike_after_the_decision_stop_the_start(ranks: Any) -> None:
+    for rank in (0, 1):
+        for which in (0, 1):
+            assert (
+                f"rank {which} has NCCL_PROTO='LL' in the process, expected unset" in ranks["own both", rank]["error"]
+            )
+
+
+def test_a_rank_that_comes_when_the_others_gave_up_gives_up_too(ranks: Any) -> None:
+    for rank in (0, 1):
+        assert "rank 1 reported none" in ranks["late", rank]["error"]
+    assert [ranks["ipc late", rank]["ipc"] for rank in (0, 1)] == [False, False]
+    assert "because rank 1 could not have its kernels (or not in time)" in ranks["output", 0]["text"]
+
+
+def test_a_store_of_a_file_says_that_a_rank_did_not_come_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.distributed as dist
+
+    from sglang_patches.runtime.pcie_nccl_allreduce import agreement
+
+    store = dist.FileStore(str(tmp_path / "store"), 2)
+    monkeypatch.setattr("torch.distributed.distributed_c10d._get_default_store", lambda: store)
+    monkeypatch.setattr(agreement, "_RANK_WAIT", timedelta(seconds=1))
+    assert agreement.exchange("settings", "mine", 0, [0, 1]) == {0: "mine", 1: None}
+    assert agreement.first_verdict("settings", "", [0, 1]) == ""
+    assert agreement.first_verdict("settings", "late", [0, 1]) == ""
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "named"),
+    [
+        ("os.environ", "rank 1 has NCCL_MIN_NCHANNELS='8' in os.environ, expected '16'"),
+        ("getenv", "rank 1 has NCCL_MIN_NCHANNELS='4' in the process, expected '16'"),
+        ("own", "rank 1 has NCCL_PROTO='LL' in the process, expected unset"),
+        ("without", "rank 1 reported none"),
+    ],
+)
+def test_a_rank_that_differs_stops_the_start_by_name(ranks: Any, behaviour: str, named: str) -> None:
+    for rank in (0,) if behaviour == "without" else (0, 1):
+        assert named in ranks[behaviour, rank]["error"]
+        assert "rank 0 has" not in ranks[behaviour, rank]["error"]
+
+
+def test_another_nccl_than_the_one_decided_for_is_named(ranks: Any) -> None:
+    for rank in (0, 1):
+        assert "rank 0 has NCCL None, expected 2.30.7" in ranks["library", rank]["error"]
+
+
+def test_pcie_ipc_is_on_all_ranks_or_on_none(ranks: Any) -> None:
+    assert [ranks["ipc", rank]["ipc"] for rank in (0, 1)] == [True, True]
+    assert [ranks["ipc broken", rank]["ipc"] for rank in (0, 1)] == [False, False]
+    assert (
+        ranks["output", 0]["text"].count("off on all ranks, because rank 1 could not have its kernels") == 2
+    )  # "ipc late" too
+
+
+class Stream:
+    broken = False
+
+    def __init__(self, name: str, log: list[str], handle: int) -> None:
+        self.name, self.log, self.cuda_stream = name, log, handle
+
+    def wait_stream(self, other: Stream) -> None:
+        if self.broken:
+            raise RuntimeError("no event")
+        self.log.append(f"{self.name} waits for {other.name}")
+
+
+class Cuda:
+    """Stands for the CUDA runtime: which stream is current, whether it captures, and what was waited for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[str] = []
+        self.capturing = False
+        self.streams = {name: Stream(name, self.log, handle) for handle, name in enumerate(("forward", "side"), 5)}
+        self.current = "forward"
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: self.log.append("host waits"))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: self.streams[self.current])
+        monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle: Stream(f"number {handle}", self.log, handle))
+
+
+class Graph:
+    """A captured graph, as far as it is followed: an object with an identity."""
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
+    return Cuda(monkeypatch)
+
+
+def captured(following: guard.Guard, cuda: Cuda, calls: int) -> Graph:
+    graph = Graph()
+    following.before_capture(graph)
+    cuda.capturing = True
+    for _ in range(calls):
+        following.before_call()
+    cuda.capturing = False
+    following.after_capture(graph)
+    return graph
+
+
+def test_graphs_on_one_stream_wait_for_nothing(cuda: Cuda) -> None:
+    following = guard.Guard(object())
+    target, draft = captured(following, cuda, 122), captured(following, cuda, 2)
+    for graph in (target, draft, draft, target):
+        following.before_replay(graph)
+    assert cuda.log == []
+    assert following.figures() == {
+        "graphs": 2,
+        "eager_calls_held": 0,
+        "replays_held": 0,
+        "replays_ordered": 0,
+        "hooks_failed": 0,
+    }
+
+
+def test_an_eager_call_waits_for_graphs_and_the_next_graph_for_it(cuda: Cuda, caplog: pytest.LogCaptureFixture) -> None:
+    following = guard.Guard(object())
+    graph = captured(following, cuda, 1)
+    following.before_call()  # nothing is running yet
+    assert cuda.log == []
+    following.before_replay(graph)
+    assert cuda.log == ["host waits"]
+    following.before_call()
+    following.before_call()  # on the first's heels: calls that are not captured need no order of ours
+    assert cuda.log == ["host waits"] * 2
+    following.before_replay(graph)
+    assert cuda.log == ["host waits"] * 3
+    assert following.figures() | {"graphs": 0} == {
+        "graphs": 0,
+        "eager_calls_held": 1,
+        "replays_held": 2,
+        "replays_ordered": 0,
+        "hooks_failed": 0,
+    }
+    assert len(caplog.messages) == 1
+    assert "SGLANG_PATCHES_NCCL_PROFILE=none" in caplog.messages[0]
+
+
+def test_graphs_on_two_streams_are_put_in_order_unless_one_has_no_calls(cuda: Cuda) -> None:
+    following = guard.Guard(object())
+    graph, metadata_only = captured(following, cuda, 3), captured(following, cuda, 0)
+    following.before_replay(graph)
+    cuda.current = "side"
+    following.before_replay(metadata_only)
+    assert cuda.log == []
+    following.before_replay(graph)
+    cuda.current = "forward"
+    following.before_replay()  # launched without torch: may have calls
+    assert cuda.log == ["side waits for forward", "forward waits for side"]
+    assert following.replays_ordered == 2
+
+
+def test_a_capture_that_failed_leaves_no_calls_to_the_next(cuda: Cuda) -> None:
+    following = guard.Guard(object())
+    following.before_capture(Graph())
+    cuda.capturing = True
+    following.before_call()
+    without_calls = captured(following, cuda, 0)
+    assert without_calls not in following.graphs
+
+
+@pytest.fixture
+def hooked(monkeypatch: pytest.MonkeyPatch, cuda: Cuda) -> guard.Guard:
+    """A guard that torch's own registries of hooks call, as captures and replays do; they swallow what it raises."""
+    from torch.cuda import graphs
+
+    for registry in ("capture_start", "capture_end", "replay_start"):
+        monkeypatch.setattr(graphs, f"_global_{registry}_hooks", type(graphs._global_capture_end_hooks)())
+    following = guard.Guard(object())
+    following.register()
+    return following
+
+
+def tell(registry: str, graph: Any) -> None:
+    graphs = torch.cuda.graphs
+    graphs._run_global_hooks(getattr(graphs, f"_global_{registry}_hooks"), graph)
+
+
+def test_a_replay_that_cannot_be_ordered_waits_on_the_host(
+    hooked: guard.Guard, cuda: Cuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    graph, unseen = captured(hooked, cuda, 1), Graph()
+    tell("replay_start", graph)
+    monkeypatch.setattr(Stream, "broken", True)
+    cuda.current = "side"
+    tell("replay_start", graph)
+    assert cuda.log == ["host waits"]
+    monkeypatch.setattr(Stream, "broken", False)
+    tell("replay_start", unseen)  # any graph may have calls now, and on which stream the last one went is not known
+    assert cuda.log == ["host waits"] * 2
+    hooked.before_call()
+    assert cuda.log == ["host waits"] * 3
+    assert hooked.figures()["hooks_failed"] == 1
+    assert [record.levelname for record in caplog.records] == ["ERROR", "WARNING"]
+    assert "takes every graph for one with calls" in caplog.messages[0]
+
+
+def test_a_graph_whose_capture_could_not_be_followed_counts_as_having_calls(hooked: guard.Guard, cuda: Cuda) -> None:
+    graph = (1, 2)  # no weak references to tuples
+    tell("capture_start", graph)
+    cuda.capturing = True
+    hooked.before_call()
+    cuda.capturing = False
+    tell("capture_end", graph)
+    assert (hooked.unknown, hooked.hooks_failed, cuda.log) == (True, 1, [])
+    tell("replay_start", Graph())
+    hooked.before_call()
+    assert cuda.log == ["host waits"]
+
+
+def test_every_method_of_upstreams_communicator_passes_the_guard_before_it_calls_nccl() -> None:
+    """All that issue a collective ask for the stream, where the guard sits, and after the check for `disabled`."""
+    tree = ast.parse(inspect.getsource(pynccl.PyNcclCommunicator))
+    issuing = []
+    for method in ast.walk(tree):
+        if not isinstance(method, ast.FunctionDef):
+            continue
+        calls = [node for node in ast.walk(method) if isinstance(node, ast.Call)]
+        streams = [call for call in calls if ast.unparse(call.func) == "cudaStream_t"]
+        if not streams:
+            continue
+        issuing.append(method.name)
+        asked = [call.lineno for call in calls if ast.unparse(call.func) == "self._resolve_stream"]
+        assert len(asked) == 1, method.name
+        assert all(asked[0] < call.lineno for call in streams), method.name
+    assert {"all_reduce", "outplace_all_reduce", "all_gather", "reduce_scatter", "broadcast"} <= set(issuing)
+    assert hasattr(pynccl.PyNcclCommunicator._resolve_stream, "__wrapped__")
+
+
+class Alone(StatelessProcessGroup):
+    """One rank that says it is one of two."""
+
+    def __init__(self) -> None:
+        self.rank, self.world_size = 0, 2
+
+    def broadcast_obj(self, obj: Any, src: int) -> Any:
+        return obj
+
+
+class Nccl:
+    """Stands for the NCCL library: keeps how communicators were asked for."""
+
+    made: ClassVar[list[int | None]] = []
+
+    def __init__(self, path: str | None) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: "2.30.7"
+
+    def ncclCommInitRankConfig(self, size: int, identifier: Any, rank: int, config: Any) -> object:
+        self.made.append(config.graphUsageMode)
+        return object()
+
+    def ncclCommInitRank(self, size: int, identifier: Any, rank: int) -> object:
+        self.made.append(None)
+        return object()
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch, cuda: Cuda) -> Any:
+    """Upstream's own constructor on a group, with NCCL and CUDA replaced."""
+    monkeypatch.setattr(pynccl, "NCCLLibrary", Nccl)
+    monkeypatch.setattr(pynccl, "get_current_device_stream_fast", lambda: SimpleNamespace(cuda_stream=0))
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: SimpleNamespace(synchronize=lambda: None))
+    monkeypatch.setattr(Nccl, "made", [])
+    return lambda group: pynccl.PyNcclCommunicator(group, "cpu")
+
+
+def test_only_the_expected_communicator_is_made_for_graphs_and_followed(make: Any, cuda: Cuda) -> None:
+    ours, other = Alone(), Alone()
+    make(other)
+    guard.expect(ours)
+    make(other)
+    communicator = make(ours)
+    make(ours)  # another one on the same group later, as upstream makes for KV transfers
+    assert Nccl.made == [None, None, 1, None]
+    assert guard._guard is not None
+    assert guard._guard.communicator is communicator
+
+    data = torch.zeros(4)
+    graph: Any = Graph()
+    cuda.capturing = True
+    with communicator.change_state(enable=True):
+        communicator.all_reduce(data)
+    cuda.capturing = False
+    torch.cuda.graphs._run_global_hooks(torch.cuda.graphs._global_capture_end_hooks, graph)
+    torch.cuda.graphs._run_global_hooks(torch.cuda.graphs._global_replay_start_hooks, graph)
+    cuda.log.clear()
+    communicator.all_reduce(data)  # disabled: issues nothing
+    assert cuda.log == []
+    with communicator.change_state(enable=True):
+        communicator.all_reduce(data)
+    assert cuda.log == ["host waits"]
+    assert _outcome.outcomes()[PATCH]["eager_calls_held"] == 1
+    assert _outcome.outcomes()[PATCH]["graphs"] == 1
+
+
+def test_graphs_that_upstream_launches_without_torch_are_followed(monkeypatch: pytest.MonkeyPatch, cuda: Cuda) -> None:
+    from sglang.srt.model_executor.runner_backend.cuda_graph_dedup_mixin import DedupedCudaGraph
+
+    following = guard.Guard(object())
+    monkeypatch.setattr(guard, "_guard", following)
+    launched: list[Any] = []
+    registry: Any = SimpleNamespace(replay=lambda graph, stream: launched.append((following.replaying, stream)))
+    graph = DedupedCudaGraph(raw_graph=1, original_graph=None, registry=registry)
+    graph.replay(7)
+    graph.replay(stream=7)
+    assert launched == [(True, 7)] * 2
+    assert cuda.log == []
+    graph.replay(cuda.streams["side"].cuda_stream)
+    following.before_replay()
+    assert cuda.log == ["number 6 waits for number 7", "forward waits for number 6"]
+
+
+def test_a_workspace_that_one_rank_cannot_build_is_used_by_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.distributed as dist
+    from sglang.srt.distributed.device_communicators.pcie_ipc_ar import PcieIpcCommunicator
+
+    from sglang_patches.runtime.pcie_nccl_allreduce import ipc
+
+    assert hasattr(PcieIpcCommunicator.prepare, "__wrapped__")
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    answers: dict[int, str | None] = {1: "yes"}
+    asked: list[str] = []
+    names: list[str] = []
+
+    def exchange(name: str, mine: str, rank: int, ranks: list[int]) -> dict[int, str | None]:
+        asked.append(mine)
+        return {rank: mine, **answers}
+
+    monkeypatch.setattr(ipc, "exchange", exchange)
+
+    def first_verdict(name: str, mine: str, ranks: list[int]) -> str:
+        names.append(name)
+        return mine
+
+    monkeypatch.setattr(ipc, "first_verdict", first_verdict)
+
+    def fresh() -> Any:
+        communicator = object.__new__(PcieIpcCommunicator)
+        communicator.disabled, communicator._workspace, communicator._group = False, object(), object()
+        return communicator
+
+    built = fresh()
+    built.prepare(hidden=64)
+    built.prepare(hidden=64)
+    assert not built.disabled
+    assert asked == ["yes"]  # a draft model prepares again
+    for answers[1] in ("no", None):
+        other = fresh()
+        other.prepare(hidden=64)
+        assert other.disabled
+    assert len(set(names)) == len(names) == 3  # no workspace is answered with another one's verdict
+
+
+def test_the_patch_gives_upstream_what_it_calls() -> None:
+    (patch_file,) = (REPO / "patches").glob(f"*/{PATCH}.patch")
+    called = set(re.findall(r"pcie_nccl_allreduce\.(\w+)", patch_file.read_text()))
+    assert {"prepare", "before_communicators", "after_communicators"} <= called
+    for name in called:
+        assert callable(getattr(pcie_nccl_allreduce, name))

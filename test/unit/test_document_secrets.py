@@ -1,0 +1,136 @@
+"""No secret gets into a provenance document: not by its name, not under another name, not inside a longer value."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_patches.document import secrets
+
+SECRET = "Sesame77opensesame"
+NAMES = (
+    "api_key", "admin-api-key", "HF_TOKEN", "apiKey", "ssl_keyfile_password", "AWS_SECRET_ACCESS_KEY", "authToken",
+    "PASSWD", "client_secret", "credentials", "Authorization", "private_key", "SGLANG_ADMIN_PWD", "access_token",
+    "watermark_key_b", "accessKey",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_name_gives_away_is_masked_everywhere(name: str) -> None:
+    option = "--" + name.replace("_", "-")
+    assert secrets.command(["run", option, SECRET, "--port", "1"]) == ["run", option, "***", "--port", "1"]
+    assert secrets.command([f"{option}={SECRET}"]) == [f"{option}=***"]
+    nested: Any = {"a": [{name: SECRET}, {name: [SECRET]}, {name: {"x": SECRET}}], "text": json.dumps({name: SECRET})}
+    for told in (
+        secrets.mask(nested),
+        secrets.mask_text(f"https://host/x?a=1&{name}={SECRET}&b=2"),
+        secrets.mask_text(f"{name}: {SECRET}"),
+        secrets.command(["--model-loader-extra-config", json.dumps({"x": {name: SECRET}})]),
+        secrets.command(["--json", f"{{'{name}': '{SECRET}'}}"]),
+        secrets.environment({f"SGLANG_{name.upper().replace('-', '_')}": SECRET}),
+    ):
+        assert SECRET not in json.dumps(told)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "https://user:opensesame@host/x",
+        "redis://:opensesame@host:6379",
+        "postgres://opensesame@host",
+        "https://user:a@opensesame@host/x",
+        "user:opensesame@proxy:3128",
+        "Authorization: Token opensesame",
+        "{'Authorization': 'opensesame', oops",
+        "password='open sesame opensesame' x",
+        "hf_opensesameopensesame",
+        "sk-proj-opensesame1234",
+        "ghp_opensesameopensesame",
+        "Authorization: Bearer opensesame.abc",
+        "AKIAOPENSESAME123456",
+        "eyJopensesame.eyJopensesame.opensesame",
+        "-----BEGIN RSA PRIVATE KEY-----\nopensesame\n-----END RSA PRIVATE KEY-----",
+        "-----BEGIN PRIVATE KEY-----\nopensesame",
+        "a b opensesameOPENSESAME0123456789abcdef== c",
+    ],
+)
+def test_what_looks_like_a_secret_is_masked_under_any_name(value: str) -> None:
+    for told in (
+        secrets.mask({"harmless": value}),
+        secrets.command(["--harmless", value]),
+        secrets.command([f"--harmless={value}", value]),
+        secrets.environment({"SGLANG_HARMLESS": value}),
+    ):
+        assert "opensesame" not in json.dumps(told).lower()
+        assert "***" in json.dumps(told)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "/models/Kimi-K2.5/snapshots/0123456789abcdef0123456789abcdef01234567",
+        "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6",
+        "moonshotai/Kimi-K2.5",
+        "http://127.0.0.1:30000/v1",
+        "0123456789abcdef" * 4,
+        "^mlx5_0,eth0",
+        "a=1,b:2;c='three four'",
+        "expandable_segments:True",
+        '{"temperature": 0.3}',
+    ],
+)
+def test_what_tells_something_is_kept(value: str) -> None:
+    assert secrets.mask_text(value) == value
+    assert secrets.environment({"NCCL_X": value}) == {"NCCL_X": value}
+
+
+def test_counts_of_tokens_are_kept() -> None:
+    args = {
+        "max_total_tokens": 16384, "speculative_num_draft_tokens": 4, "swa_full_tokens_ratio": 0.8, "api_key": None,
+        "experts_per_token": 8, "speculative_token_map": "a/b.pt", "enable_auth": False,
+    }  # fmt: skip
+    assert secrets.mask(args) == args
+    assert secrets.command(["--max-total-tokens", "16384"]) == ["--max-total-tokens", "16384"]
+    assert secrets.mask({"max_tokens": "opensesame"}) == {"max_tokens": "***"}
+
+
+def test_only_listed_variables_are_told() -> None:
+    environ = {"HOME": "/root", "PATH": "/bin", "AWS_REGION": "x", "MY_NCCL_PROTO": "LL", "NCCL_PROTO": "LL"}
+    assert secrets.environment(environ) == {"NCCL_PROTO": "LL"}
+    kept = dict.fromkeys(("SGLANG_X", "CUDA_VISIBLE_DEVICES", "TORCH_LOGS", "OMP_NUM_THREADS", "TRITON_X"), "1")
+    assert secrets.environment(kept) == dict(sorted(kept.items()))
+
+
+def test_what_is_no_json_becomes_json_without_addresses() -> None:
+    told = secrets.mask({"path": Path("/a"), "call": print, "set": {1}, "odd": object()})
+    assert json.loads(json.dumps(told)) == told
+    assert "0x" not in json.dumps(told)
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(), lambda s: st.lists(s) | st.dictionaries(st.text(), s)
+    )
+)
+def test_masking_never_fails_and_masks_what_is_below_a_secret_name(data: Any) -> None:
+    json.dumps(secrets.mask(data))
+    assert secrets.mask({"api_key": SECRET, "data": data})["api_key"] == "***"
+
+
+@given(st.text(alphabet=st.characters(exclude_characters=" \"'&,;{}[]@/"), min_size=1), st.lists(st.text()))
+def test_the_value_of_an_option_is_masked_whatever_stands_around_it(value: str, around: list[str]) -> None:
+    told = secrets.command([*around, f"--api-key=q7{value}", "--api-key", f"q7{value}", *around])
+    assert told[len(around) : len(around) + 3] == ["--api-key=***", "--api-key", "***"]
+
+
+@pytest.mark.parametrize("piece", ["a", "eyJ", "a:", "key='", "a.-", "A1b", "://"])
+def test_long_values_take_no_time(piece: str) -> None:
+    began = time.perf_counter()
+    secrets.mask_text(piece * 10_000)
+    assert time.perf_counter() - began < 1
