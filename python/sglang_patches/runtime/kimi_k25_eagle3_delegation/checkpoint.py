@@ -1,0 +1,107 @@
+"""What a checkpoint's safetensors headers say, without loading a weight."""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+INDEX = "model.safetensors.index.json"
+_SNAPSHOTS = "snapshots"
+_LONGEST_HEADER = 100 << 20  # safetensors' own limit
+
+
+class UnreadableCheckpoint(ValueError):
+    """A file of a checkpoint is missing or is no safetensors file; the message names it."""
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor: ``dtype`` as safetensors spells it (``BF16``, ``I64``, ``BOOL``), its shape, the file it is in."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The tensors of a checkpoint folder, by the names that the files give them."""
+
+    folder: Path
+    tensors: dict[str, TensorInfo]
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor, on the CPU."""
+        import safetensors
+
+        with safetensors.safe_open(self.tensors[name].file, framework="pt", device="cpu") as file:
+            return file.get_tensor(name)
+
+
+def _header(file: Path) -> dict[str, TensorInfo]:
+    try:
+        with file.open("rb") as opened:
+            (length,) = struct.unpack("<Q", opened.read(8))
+            if length > _LONGEST_HEADER:
+                raise ValueError(f"header of {length} bytes")
+            entries: dict[str, Any] = json.loads(opened.read(length))
+        return {
+            name: TensorInfo(entry["dtype"], tuple(entry["shape"]), file)
+            for name, entry in entries.items()
+            if name != "__metadata__"
+        }
+    except (OSError, ValueError, struct.error, AttributeError, KeyError, TypeError) as error:
+        raise UnreadableCheckpoint(
+            f"{file} is no readable safetensors file ({error}): download the draft again"
+        ) from error
+
+
+def _named(index: Path) -> list[str]:
+    """Files that an index names."""
+    try:
+        return sorted(set(json.loads(index.read_text()).get("weight_map", {}).values()))
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise UnreadableCheckpoint(f"{index} is no readable index ({error}): download the draft again") from error
+
+
+def read_headers(folder: Path) -> Checkpoint | None:
+    """The headers of all weight files that upstream's loader would read, or None where there is no safetensors file.
+
+    Raises `UnreadableCheckpoint` for a broken file, or one that the index names and the folder lacks.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    index = folder / INDEX
+    if index.is_file() and files:
+        named = _named(index)
+        missing = [name for name in named if not (folder / name).is_file()]
+        if missing and _SNAPSHOTS in folder.parts:
+            return None  # a hub's cache: upstream's loader downloads the rest
+        if missing:
+            raise UnreadableCheckpoint(
+                f"{index} names {', '.join(missing)}, which {folder} lacks: download the draft again"
+            )
+        files = [folder / name for name in named]
+    if not files:
+        return None
+    tensors: dict[str, TensorInfo] = {}
+    for file in files:
+        tensors |= _header(file)
+    return Checkpoint(folder, tensors)
+
+
+def local_folder(model: str, revision: str | None, cache_dir: str | None) -> Path | None:
+    """The folder of `model`, a path or a hub name, where its files are on this machine; None where they are not yet."""
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model, revision=revision, cache_dir=cache_dir, local_files_only=True))
+    except Exception:  # not in the cache, or no hub name at all (an object store, say): upstream's loader will tell
+        return None
