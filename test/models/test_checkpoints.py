@@ -20,6 +20,7 @@ from transformers import AutoTokenizer, DeepseekV3ForCausalLM, PreTrainedTokeniz
 
 HERE = Path(__file__).parent
 TARGET, DRAFT, PROMPTS = HERE / "tiny-kimi", HERE / "tiny-kimi-eagle3", HERE / "prompts.jsonl"
+EMBEDDING_DRAFT = HERE / "tiny-kimi-embedding-eagle3"
 
 
 @pytest.fixture(scope="module")
@@ -32,16 +33,21 @@ def tokenizer() -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(TARGET)
 
 
+@pytest.fixture(scope="module", params=[DRAFT, EMBEDDING_DRAFT], ids=lambda folder: folder.name)
+def draft_folder(request: pytest.FixtureRequest) -> Path:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def draft() -> tuple[Eagle3Draft, Tensor]:
-    return load_draft(DRAFT)
+def draft(draft_folder: Path) -> tuple[Eagle3Draft, Tensor]:
+    return load_draft(draft_folder)
 
 
 def test_weights_are_at_most_40_mb() -> None:
     assert sum(path.stat().st_size for path in HERE.rglob("*.safetensors")) <= 40e6
 
 
-@pytest.mark.parametrize("folder", [TARGET, DRAFT])
+@pytest.mark.parametrize("folder", [TARGET, DRAFT, EMBEDDING_DRAFT])
 def test_no_remote_code(folder: Path) -> None:
     for path in folder.glob("*.json"):
         assert "auto_map" not in path.read_text()
@@ -50,8 +56,12 @@ def test_no_remote_code(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("folder", "config"),
-    [(TARGET, checkpoint.TARGET_CONFIG), (DRAFT, checkpoint.draft_config())],
-    ids=["target", "draft"],
+    [
+        (TARGET, checkpoint.TARGET_CONFIG),
+        (DRAFT, checkpoint.draft_config()),
+        (EMBEDDING_DRAFT, checkpoint.draft_config((-1, 5, 8))),
+    ],
+    ids=["target", "draft", "embedding draft"],
 )
 def test_config_is_what_the_scripts_write(folder: Path, config: dict[str, object]) -> None:
     assert json.loads((folder / "config.json").read_text()) == json.loads(json.dumps(config))
@@ -130,9 +140,9 @@ def test_chat_answer_ends_by_itself(model: DeepseekV3ForCausalLM, tokenizer: Pre
     assert any(greedy(model, ids, 128, eos)[-1] in eos for ids in encode_prompts(tokenizer, PROMPTS, "chat")[:6])
 
 
-def test_draft_vocabulary_tables(draft: tuple[Eagle3Draft, Tensor]) -> None:
+def test_draft_vocabulary_tables(draft: tuple[Eagle3Draft, Tensor], draft_folder: Path) -> None:
     vocabulary = draft[1]
-    with safe_open(DRAFT / "model.safetensors", "pt") as weights:
+    with safe_open(draft_folder / "model.safetensors", "pt") as weights:
         kept = weights.get_tensor("t2d")
     assert len(vocabulary) == checkpoint.DRAFT_VOCAB_SIZE < len(kept) == checkpoint.TEXT_CONFIG["vocab_size"]
     assert torch.equal(kept.nonzero()[:, 0], vocabulary)
@@ -171,11 +181,28 @@ def test_unrolled_forward_is_sequential_drafting(draft: tuple[Eagle3Draft, Tenso
             hidden = torch.cat([hidden, output])
 
 
-def test_accept_length(
-    model: DeepseekV3ForCausalLM, tokenizer: PreTrainedTokenizerBase, draft: tuple[Eagle3Draft, Tensor]
-) -> None:
-    """Greedy chains of three drafted tokens on some of the held-out prompts."""
-    capture, cycles = Capture(model), []
-    for ids in encode_prompts(tokenizer, PROMPTS, "text")[::8]:
-        cycles += chain_cycles(capture, *draft, ids + greedy(model, ids, 64), len(ids), 3)
-    assert sum(cycles) / len(cycles) >= 2.2
+@pytest.fixture(scope="module")
+def continued(model: DeepseekV3ForCausalLM, tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, list[int]]]:
+    """Some of the held-out prompts: the prompt's length, and the ids of prompt and greedy continuation."""
+    prompts = encode_prompts(tokenizer, PROMPTS, "text")[::8]
+    return [(len(ids), ids + greedy(model, ids, 64)) for ids in prompts]
+
+
+def accept_length(
+    model: DeepseekV3ForCausalLM, folder: Path, layer_ids: tuple[int, ...], continued: list[tuple[int, list[int]]]
+) -> float:
+    """Of greedy chains of three drafted tokens, the draft given the outputs of `layer_ids`."""
+    capture, drafter, cycles = Capture(model, layer_ids), load_draft(folder), []
+    for prompt, ids in continued:
+        cycles += chain_cycles(capture, *drafter, ids, prompt, 3)
+    return sum(cycles) / len(cycles)
+
+
+def test_accept_length(model: DeepseekV3ForCausalLM, continued: list[tuple[int, list[int]]]) -> None:
+    """The draft that reads the embedding is as good as the first, and needs the layers that it was trained on."""
+    first = accept_length(model, DRAFT, (1, 5, 8), continued)
+    assert first >= 2.2
+    assert accept_length(model, EMBEDDING_DRAFT, (-1, 5, 8), continued) >= first - 0.1
+    assert accept_length(model, DRAFT, (2, 6, 9), continued) < first - 0.1, "off by one costs more than that"
+    # Its first state is of another kind, so that a wrong layer there costs nearly everything.
+    assert accept_length(model, EMBEDDING_DRAFT, (0, 6, 9), continued) < 1.5

@@ -1,0 +1,61 @@
+"""A draft that reads the embedding's output, on a real server: the layers it tells, its output, its accept length."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from benchmark.tiny_kimi import reference
+from transformers import AutoTokenizer
+
+from .conftest import MODEL
+from .server import REPO, Server
+from .test_lossless import generate
+
+TOKENS = 64
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[tuple[list[int], list[int]]]:
+    """Held-out prompts and their greedy continuations by transformers."""
+    rows = [json.loads(line) for line in (REPO / "test/models/prompts.jsonl").read_text().splitlines()]
+    tokenizer, model = AutoTokenizer.from_pretrained(MODEL), reference.load_text_model(MODEL)
+    prompts = [tokenizer(row["text"])["input_ids"] for row in rows[::8]]
+    return [(ids, reference.greedy(model, ids, TOKENS)) for ids in prompts]
+
+
+def outcome(server: Server) -> dict[str, object]:
+    return server.get("/server_info")["sglang_patches"]["outcomes"]["deepseek-v2-embedding-capture"]
+
+
+def accept_length(server: Server, expected: list[tuple[list[int], list[int]]]) -> float:
+    """Mean tokens per verify pass over the prompts, whose output must be the reference's."""
+    before = server.get("/server_info")["sglang_patches"]
+    for ids, wanted in expected:
+        assert generate(server, ids, TOKENS) == wanted
+    after = server.get("/server_info")["sglang_patches"]
+    tokens = after["accepted_tokens"] - before["accepted_tokens"]
+    return tokens / (after["verify_passes"] - before["verify_passes"])
+
+
+def test_a_guessed_convention_is_told(spec_server: Server) -> None:
+    told = outcome(spec_server)
+    assert told["result"] == "applied"
+    assert told["guessed"] is True
+    assert told["layers"] == ["output of layer 1", "output of layer 5", "output of layer 8"]
+    assert told["other_reading"] == ["output of layer 0", "output of layer 4", "output of layer 7"]
+
+
+def test_the_embedding_draft_is_as_good_as_the_other(
+    embedding_server: Server, spec_server: Server, expected: list[tuple[list[int], list[int]]]
+) -> None:
+    told = outcome(embedding_server)
+    assert told["result"] == "applied"
+    assert told["guessed"] is False
+    assert told["layers"] == ["embedding output", "output of layer 5", "output of layer 8"]
+    line = "deepseek-v2-embedding-capture: applied: captures embedding output, output of layer 5, output of layer 8"
+    assert embedding_server.log().count(line) == 1
+    # With a wrong state in place of the embedding it would be 1.1: see test/models/test_checkpoints.py.
+    second, first = accept_length(embedding_server, expected), accept_length(spec_server, expected)
+    print(f"accept length {second:.3f} with the embedding draft, {first:.3f} with the first")
+    assert second >= first - 0.1

@@ -1,0 +1,228 @@
+"""Runs the real target on the CPU, one process a tensor-parallel rank, and writes what it captured; see
+`test_deepseek_v2_embedding_capture_states.py`, which starts it. A process of its own: upstream publishes its arguments
+and its parallel groups once a process.
+
+    python captured_states.py TP FOLDER LIST...      (a LIST is ids in layer-output numbers: -1,5,8)
+
+For every list and every kind of forward, ``FOLDER/rank<r>.pt`` gets the sequences (each a list of token ids whose last
+token a row is for) and the captured states of their last tokens, (rows, K * hidden size); "deferred" has how often a
+layer left its sum over the ranks to the next.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+
+import torch
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
+
+MODELS = Path(__file__).parents[1] / "models"
+Batch = list[tuple[list[int], int]]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def make_runner(rank: int, tp: int, port: int) -> Any:
+    """Upstream's `ModelRunner` of rank ``rank``, as `sglang.benchmark.one_batch` makes it, as the target of EAGLE-3."""
+    from sglang.benchmark.one_batch import _init_process_global_configs
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.distributed import bootstrap
+    from sglang.srt.entrypoints.engine import _set_envs_and_config
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.runtime_context import SpawnRanks, get_device, publish, spawn_world_rank
+    from sglang.srt.server_args import ServerArgs
+
+    arguments = ServerArgs(
+        model_path=str(MODELS / "tiny-kimi"),
+        device="cpu",
+        attention_backend="torch_native",
+        sampling_backend="pytorch",
+        grammar_backend="none",
+        dtype="float32",
+        max_total_tokens=2048,
+        tp_size=tp,
+        speculative_algorithm="EAGLE3",
+        speculative_draft_model_path=str(MODELS / "tiny-kimi-eagle3"),
+        speculative_num_steps=3,
+        speculative_eagle_topk=1,
+        speculative_num_draft_tokens=4,
+        log_level="warning",
+    )
+    # Upstream wants a NUMA node a rank unless told where to run; it binds nothing without AMX.
+    cores = sorted(os.sched_getaffinity(0))
+    os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[r % len(cores)]) for r in range(tp))
+    # An installed NCCL is taken for a usable one, GPU or not.
+    os.environ["SGLANG_NCCL_SO_PATH"] = "/nonexistent"
+    arguments.resolve_once()
+    _set_envs_and_config(arguments)
+    ranks = SpawnRanks(world_rank=spawn_world_rank(arguments, tp_rank=rank, pp_rank=0), gpu_id=rank)
+    publish(arguments, role="scheduler", ranks=ranks)
+    _init_process_global_configs()
+    config = ModelConfig.from_server_args(arguments)
+    bootstrap.init_parallel_runtime(server_args=arguments, device=get_device().device, dist_port=port)
+    bootstrap.init_layer_runtime(model_config=config)
+    runner = ModelRunner(
+        model_config=config, mem_fraction_static=0.5, gpu_id=rank, nccl_port=port, server_args=arguments
+    )
+    runner.alloc_memory_pool()
+    runner.init_attention_backends()
+    runner.init_cuda_graphs()
+    return runner
+
+
+class Target:
+    """Requests of a `ModelRunner`, placed in its pools by hand: row r of the table for request r."""
+
+    def __init__(self, runner: Any) -> None:
+        self.runner = runner
+        self.table = runner.req_to_token_pool.req_to_token
+        self.free = 1  # slot 0 is padding
+
+    def run(self, mode: ForwardMode, rows: list[int], prefixes: list[int], new: list[list[int]], **more: Any) -> Any:
+        """One forward of ``new`` tokens behind ``prefixes`` committed ones; (tokens, K * hidden size) captured."""
+        for row, prefix, tokens in zip(rows, prefixes, new, strict=True):
+            self.table[row, prefix : prefix + len(tokens)] = torch.arange(self.free, self.free + len(tokens))
+            self.free += len(tokens)
+        lengths = [len(tokens) for tokens in new]
+        slots = torch.cat([self.table[r, p : p + n] for r, p, n in zip(rows, prefixes, lengths, strict=True)]).long()
+        # Upstream counts the new tokens in, except for verify.
+        totals = [p if mode.is_target_verify() else p + n for p, n in zip(prefixes, lengths, strict=True)]
+        batch = ForwardBatch(
+            forward_mode=mode,
+            batch_size=len(rows),
+            input_ids=torch.tensor([token for tokens in new for token in tokens]),
+            req_pool_indices=torch.tensor(rows),
+            seq_lens=torch.tensor(totals),
+            seq_lens_cpu=torch.tensor(totals),
+            out_cache_loc=slots,
+            seq_lens_sum=sum(totals),
+            capture_hidden_mode=CaptureHiddenMode.FULL,
+            spec_algorithm=self.runner.spec_algorithm,
+        )
+        if "positions" not in more:
+            spans = [torch.arange(p, p + n) for p, n in zip(prefixes, lengths, strict=True)]
+            more["positions"] = torch.cat(spans)
+        if mode.is_extend() and not mode.is_target_verify():
+            starts = [sum(lengths[:i]) for i in range(len(lengths))]
+            more |= {
+                "extend_num_tokens": sum(lengths),
+                "extend_seq_lens": torch.tensor(lengths),
+                "extend_prefix_lens": torch.tensor(prefixes),
+                "extend_start_loc": torch.tensor(starts),
+                "extend_seq_lens_cpu": lengths,
+                "extend_prefix_lens_cpu": prefixes,
+                "extend_logprob_start_lens_cpu": lengths,
+            }
+        for name, value in more.items():
+            setattr(batch, name, value)
+        return self.runner.forward(batch).logits_output.hidden_states.clone()
+
+
+def record(runner: Any) -> dict[str, tuple[list[list[int]], torch.Tensor]]:
+    """By kind of forward: the sequence that each row ends, and what was captured for it."""
+    from sglang.srt.speculative.eagle_info import EagleVerifyInput
+
+    generator = torch.Generator().manual_seed(7)
+
+    def text(n: int) -> list[int]:
+        return torch.randint(13, 4096, (n,), generator=generator).tolist()
+
+    target = Target(runner)
+    a, b = text(37), text(21)
+    found: dict[str, tuple[list[list[int]], torch.Tensor]] = {}
+
+    def ends(*sequences: tuple[list[int], int]) -> list[list[int]]:
+        """Every sequence that begins as given and ends at one of the tokens from a place on."""
+        return [tokens[: end + 1] for tokens, start in sequences for end in range(start, len(tokens))]
+
+    states = target.run(ForwardMode.EXTEND, [1, 2], [0, 0], [a, b])
+    found["prefill"] = ends((a, 0), (b, 0)), states
+    first = target.run(ForwardMode.EXTEND, [3], [0], [a[:17]])
+    second = target.run(ForwardMode.EXTEND, [3], [17], [a[17:]])
+    found["chunked prefill"] = ends((a, 0)), torch.cat([first, second])
+    # A hit of the radix cache: another request's slots stand in the table, only the rest is computed.
+    c = a[:30] + text(6)
+    target.table[4, :30] = target.table[1, :30]
+    found["cached prefix"] = ends((c, 30)), target.run(ForwardMode.EXTEND, [4], [30], [c[30:]])
+    next_a, next_b = text(1), text(1)
+    states = target.run(ForwardMode.DECODE, [1, 2], [len(a), len(b)], [next_a, next_b])
+    a, b = a + next_a, b + next_b
+    found["decode"] = [a, b], states
+
+    def verify(topk: int, drafts: list[list[int]], depths: list[int], mask: torch.Tensor) -> torch.Tensor:
+        lengths = [len(a), len(b)]
+        positions = torch.cat([torch.tensor(depths) + length for length in lengths])
+        empty = torch.empty(0, dtype=torch.long)
+        info = EagleVerifyInput(
+            draft_token=torch.tensor(drafts).flatten(),
+            custom_mask=mask.expand(2, 4, 4).flatten(),
+            positions=positions,
+            retrieve_index=empty,
+            retrieve_next_token=empty,
+            retrieve_next_sibling=empty,
+            retrieve_cum_len=empty,
+            spec_steps=3,
+            topk=topk,
+            draft_token_num=4,
+            capture_hidden_mode=CaptureHiddenMode.FULL,
+            seq_lens_sum=sum(lengths),
+            seq_lens_cpu=torch.tensor(lengths),
+        )
+        return target.run(ForwardMode.TARGET_VERIFY, [1, 2], lengths, drafts, positions=positions, spec_info=info)
+
+    drafts = [text(4), text(4)]
+    states = verify(1, drafts, [0, 1, 2, 3], torch.ones(4, 4, dtype=torch.bool).tril())
+    found["verify a chain"] = ends((a + drafts[0], len(a)), (b + drafts[1], len(b))), states
+    # Nodes 1 and 2 are children of 0, node 3 of 1.
+    paths = [[0], [0, 1], [0, 2], [0, 1, 3]]
+    mask = torch.zeros(4, 4, dtype=torch.bool)
+    for node, path in enumerate(paths):
+        mask[node, path] = True
+    states = verify(2, drafts, [len(path) - 1 for path in paths], mask)
+    trees = [base + [draft[i] for i in path] for base, draft in zip((a, b), drafts, strict=True) for path in paths]
+    found["verify a tree"] = trees, states
+    return found
+
+
+def main(rank: int, tp: int, port: int, folder: Path, lists: list[str]) -> None:
+    from sglang.srt.layers.layer_boundary.residual.stream import OwedOutput
+
+    from sglang_patches.runtime.deepseek_v2_embedding_capture.layer_ids import LayerIds, Request
+
+    runner = make_runner(rank, tp, port)
+    found: dict[str, Any] = {"deferred": 0}
+
+    def count(_: Any, __: Any, output: tuple[Any, Any]) -> None:
+        found["deferred"] += isinstance(output[0], OwedOutput)
+
+    for layer in runner.model.language_model.model.layers:
+        layer.register_forward_hook(count)
+    for text in lists:
+        ids = tuple(int(part) for part in text.split(","))
+        runner.model.set_eagle3_layers_to_capture(LayerIds(Request(ids, "the test", "layer-output", "the test")))
+        with torch.inference_mode():
+            found[text] = record(runner)
+    torch.save(found, folder / f"rank{rank}.pt")
+
+
+if __name__ == "__main__":
+    size, out = int(sys.argv[1]), Path(sys.argv[2])
+    others = torch.multiprocessing.get_context("spawn")
+    chosen = free_port()
+    workers = [others.Process(target=main, args=(r, size, chosen, out, sys.argv[3:])) for r in range(1, size)]
+    for worker in workers:
+        worker.start()
+    main(0, size, chosen, out, sys.argv[3:])
+    for worker in workers:
+        worker.join()
+    sys.exit(max((worker.exitcode or 0 for worker in workers), default=0))
