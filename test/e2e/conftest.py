@@ -15,6 +15,8 @@ from .server import REPO, Server, free_port, serve_command
 CONFIGURATIONS: dict[str, tuple[bool, list[str]]] = {
     "plain": (False, []),
     "spec": (True, []),
+    # The same with the draft that reads the embedding's output.
+    "embedding": (True, ["--speculative-draft-model-path", str(REPO / "test/models/tiny-kimi-embedding-eagle3")]),
     # Small prefill chunks too, so that one server shows both.
     "tree": (
         True,
@@ -25,6 +27,7 @@ CONFIGURATIONS: dict[str, tuple[bool, list[str]]] = {
 SCHEDULE = [
     set(),
     {"spec"},
+    {"embedding", "spec"},
     {"plain", "spec"},
     {"plain"},
     {"plain", "tree"},
@@ -102,6 +105,12 @@ def servers() -> Iterator[Servers]:
 def spec_server(servers: Servers) -> Server:
     """EAGLE-3 with a chain draft: 3 steps, topk 1, 4 draft tokens."""
     return servers.get("spec")
+
+
+@pytest.fixture
+def embedding_server(servers: Servers) -> Server:
+    """EAGLE-3 as `spec_server`, with the draft that reads the embedding's output."""
+    return servers.get("embedding")
 
 
 @pytest.fixture

@@ -8,8 +8,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import jsonschema
 import openai
 import pytest
+
+from sglang_patches.document.diff import diff
+from sglang_patches.document.server import ask
 
 from .server import REPO, Server
 
@@ -133,6 +137,10 @@ def test_a_seed_repeats_a_sampled_answer_and_another_does_not(
     assert len({sample(seed) for seed in range(4)}) > 1
 
 
+def _image(url: str) -> list[Any]:
+    return [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
+
+
 BAD: dict[str, tuple[str, Any]] = {
     "unknown model": ("completions", {"model": "gpt-4o", "prompt": "x"}),
     "unknown model in chat": ("chat/completions", {"model": "gpt-4o", "messages": CHAT}),
@@ -191,6 +199,37 @@ BAD: dict[str, tuple[str, Any]] = {
             {"stop_token_ids": ["999999"], "min_new_tokens": 3},
         )
     },
+    "list of parameters for one prompt, streaming": (
+        "/generate",
+        {"text": "x", "sampling_params": [{}, {}], "stream": True},
+    ),
+    "list of logprob starts for one prompt": (
+        "/generate",
+        {"text": "x", "return_logprob": True, "logprob_start_len": [0, 1]},
+    ),
+    "custom_params of a wrong type": ("/generate", {"text": "x", "sampling_params": {"custom_params": 5}}),
+    "undeclared metric label": ("/generate", {"text": "x", "custom_labels": {"team": "x"}}),
+    "embedding overrides of a wrong type": ("/generate", {"text": "x", "positional_embed_overrides": 5}),
+    "unknown model in Anthropic's API": ("messages", {"model": "gpt-4o", "messages": CHAT, "max_tokens": 2}),
+    "too many tokens in an Anthropic stream": ("messages", {"messages": CHAT, "max_tokens": 10**7, "stream": True}),
+    "unknown model in Ollama's API": ("/api/chat", {"model": "gpt-4o", "messages": CHAT}),
+    "grammar that does not compile, streaming": (
+        "chat/completions",
+        {
+            "messages": CHAT,
+            "stream": True,
+            "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}},
+        },
+    ),
+    "local file as an image": ("chat/completions", {"messages": _image("/etc/hostname")}),
+    "image that cannot be fetched": ("chat/completions", {"messages": _image("http://127.0.0.1:9/x.png")}),
+    "token id that none has": ("/detokenize", {"tokens": [-1]}),
+    "no profile to stop": ("/stop_profile", {}),
+    "unknown parser": ("/separate_reasoning", {"text": "x", "reasoning_parser": "none"}),
+    "chat template option that it sets itself": (
+        "chat/completions",
+        {"messages": CHAT, "chat_template_kwargs": {"messages": 5}},
+    ),
     "unknown lora adapter": ("completions", {"prompt": "x", "lora_path": "absent"}),
 }
 
@@ -221,6 +260,7 @@ def test_bad_input_gets_a_4xx_with_a_message_and_hurts_nobody(spec_server: Serve
     assert isinstance(message, str)
     assert len(message) > 10
     assert "Traceback" not in message
+    assert ".py" not in message
     assert other.status_code == 200
     assert first.startswith("data: ")
     assert rest[-1] == "data: [DONE]"
@@ -250,6 +290,28 @@ def test_server_info_tells_patch_set_and_accept_length(spec_server: Server, clie
     assert answer.usage.completion_tokens - 1 <= accepted < answer.usage.completion_tokens + 8
     assert after["verify_passes"] - before["verify_passes"] < accepted
     assert after["accept_length"] == after["accepted_tokens"] / after["verify_passes"]
+    assert after["outcomes"]["pcie-nccl-allreduce"]["result"] == "not needed"  # one rank has no all-reduce
+
+
+def test_server_info_tells_the_provenance_document(spec_server: Server) -> None:
+    told = ask(spec_server.url)
+    published = json.loads((REPO / "docs/provenance.schema.json").read_text())
+    jsonschema.validate(told.model_dump(), published)
+    assert told.code.id == spec_server.get("/server_info")["sglang_patches"]["patch_set_id"]
+    assert [process.name for process in told.processes] == ["http", "dp 0 pp 0 tp 0"]
+    for process in told.processes:
+        assert process.patch_set_id == told.code.id
+        assert "libtorch_cpu.so" in {library.name for library in process.libraries}
+        assert "patch" in {file.by for file in process.files}
+        assert not [file for file in process.files if file.by == "edit"]
+    assert told.server_args is not None
+    assert told.server_args["speculative_algorithm"] == "EAGLE3"
+    assert told.models["target"].config_sha256
+    assert told.models["draft"].index_sha256
+    assert diff(told, ask(spec_server.url)) == []
+    began = time.perf_counter()
+    spec_server.get("/server_info")
+    assert time.perf_counter() - began < 1  # collected once
 
 
 def test_accept_length_on_held_out_prompts(spec_server: Server, client: openai.OpenAI, model: str) -> None:
