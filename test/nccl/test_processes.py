@@ -183,7 +183,15 @@ def test_ctrl_c_keeps_what_was_measured_and_leaves_no_process(tmp_path: Path) ->
     out = tmp_path / "out"
     line = [sys.executable, "-m", "sglang_patches.nccl", "tune", "--tp", "2", "--backend", "gloo", "--hidden", "16"]
     line += ["--rounds", "99", "--replays", "3", "--calls", "2", "--rows", "1", "--out", str(out)]
-    process = subprocess.Popen(line, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        line,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell's background job, as which tests may run, ignores SIGINT, and so would what it starts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     pids = wait_for_a_result(process, out)
     process.send_signal(signal.SIGINT)
     output, errors = process.communicate(timeout=LONG)
