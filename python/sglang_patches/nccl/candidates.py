@@ -8,19 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sglang_patches.errors import PatchError
+from sglang_patches.nccl.profile import BUILT_IN
 
 AS_IT_COMES = "as-it-comes"
 CONTROL = "as-it-comes-again"
-
-#: The six variables of the story in which hours went into NCCL settings that could not help.
-STORY = {
-    "NCCL_PROTO": "LL",
-    "NCCL_ALGO": "Ring",
-    "NCCL_P2P_LEVEL": "SYS",
-    "NCCL_MAX_NCHANNELS": "16",
-    "NCCL_BUFFSIZE": "16777216",
-    "NCCL_NTHREADS": "512",
-}
 
 GRAPH_MIXING = "NCCL_GRAPH_MIXING_SUPPORT"
 
@@ -80,7 +71,7 @@ def builtin(backend: str) -> list[Candidate]:
     for count in (8, 16, 32):
         environment = {"NCCL_MIN_NCHANNELS": str(count)}
         found.append(Candidate(f"graphs-only-min-channels-{count}", environment, "nccl-graphs-only"))
-    found.append(Candidate("story", STORY))
+    found.append(Candidate("story", BUILT_IN["story"].environment))
     found.append(Candidate("custom", {}, "custom"))
     found.append(Candidate("pcie-ipc", {}, "pcie-ipc"))
     return found
