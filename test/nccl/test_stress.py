@@ -138,3 +138,17 @@ def test_the_guard_counts_what_the_committed_run_tells(monkeypatch: pytest.Monke
     # In the steps alone, as the README tells.
     assert sum(following.figures().values()) - sum(before.values()) == 569
     assert told["graphs"] == sum(len(steps.ROWS[kind]) for kind in steps.CALLS)
+
+
+def test_the_run_of_this_file_on_two_gpus_checked_every_planned_step_on_both_ranks() -> None:
+    kept = REPO / "benchmark/allreduce/results/2xh200-stress-2"
+    whole, broken = (json.loads((kept / f"{name}.json").read_text()) for name in ("default-profile", "broken"))
+    kinds = Counter(step.kind for step in steps.plan(8000, 1))
+    del kinds["cancel"]
+    assert [(rank["checked"], rank["wrong"]) for rank in whole["ranks"]] == [(kinds, {})] * 2
+    # The same plan, so the same counts as the run that the test above recounts.
+    told = result("default-profile")["guard_figures"]
+    held = ("eager_calls_held", "replays_held", "replays_ordered")
+    assert broken["wrong"] == 2
+    assert [rank["guard"]["hooks_failed"] for rank in whole["ranks"]] == [0, 0]
+    assert sum(whole["ranks"][0]["guard"][name] for name in held) == sum(told[name] for name in held) - 14
