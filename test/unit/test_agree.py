@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 REPO = Path(__file__).parents[2]
 KEPT = REPO / "benchmark/tiny_kimi/results/tp2-2xh200.json"
 
@@ -24,7 +26,9 @@ def test_the_kept_answers_of_two_gpus_differ_from_one_gpus_by_rounding_alone(tmp
     kept = json.loads(KEPT.read_text())
     done = agree(tmp_path, kept, 3)
     assert done.returncode == 0, done.stderr
-    assert json.loads((tmp_path / "out.json").read_text())["differences"] == kept["differences"][:3]
+    # Another processor sums in another order, also in bfloat16.
+    found = json.loads((tmp_path / "out.json").read_text())["differences"]
+    assert found == [pytest.approx(difference, abs=0.01) for difference in kept["differences"][:3]]
 
 
 def test_a_wrong_token_is_not_rounding(tmp_path: Path) -> None:
