@@ -90,6 +90,10 @@ class Target:
 
     def run(self, mode: ForwardMode, rows: list[int], prefixes: list[int], new: list[list[int]], **more: Any) -> Any:
         """One forward of ``new`` tokens behind ``prefixes`` committed ones; (tokens, K * hidden size) captured."""
+        return self.runner.forward(self.batch(mode, rows, prefixes, new, **more)).logits_output.hidden_states.clone()
+
+    def batch(self, mode: ForwardMode, rows: list[int], prefixes: list[int], new: list[list[int]], **more: Any) -> Any:
+        """The `ForwardBatch` of ``new`` tokens behind ``prefixes`` committed ones, with fields ``more``."""
         for row, prefix, tokens in zip(rows, prefixes, new, strict=True):
             self.table[row, prefix : prefix + len(tokens)] = torch.arange(self.free, self.free + len(tokens))
             self.free += len(tokens)
@@ -125,7 +129,7 @@ class Target:
             }
         for name, value in more.items():
             setattr(batch, name, value)
-        return self.runner.forward(batch).logits_output.hidden_states.clone()
+        return batch
 
 
 def record(runner: Any) -> dict[str, tuple[list[list[int]], torch.Tensor]]:

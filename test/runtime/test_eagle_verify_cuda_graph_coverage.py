@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-from benchmark.verify_step import shard
 from hypothesis import given
 from hypothesis import strategies as st
 from sglang.srt.model_executor.runner import DecodeCudaGraphRunner, get_batch_sizes_to_capture
@@ -27,8 +26,9 @@ from sglang.srt.speculative.eagle_draft_cuda_graph_runner import EAGLEDraftCudaG
 from sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner import EAGLEDraftExtendCudaGraphRunner
 from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
 
+from sglang_patches.bench import shard
 from sglang_patches.runtime import _outcome
-from sglang_patches.runtime.eagle_verify_cuda_graph import counting, coverage
+from sglang_patches.runtime.eagle_verify_cuda_graph import counting, coverage, slice_policy
 from sglang_patches.runtime.eagle_verify_cuda_graph import sizes as added_sizes
 from sglang_patches.runtime.eagle_verify_cuda_graph.reasons import Phase, Reason
 
@@ -450,7 +450,7 @@ def test_only_added_sizes_are_measured() -> None:
 
 
 def test_an_added_size_that_cannot_be_captured_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coverage, "_ranks", lambda: 1)
+    monkeypatch.setattr(slice_policy, "several_ranks", lambda: False)
     coverage._state.plan = coverage.Plan(limit=8, added=(6, 8))
     runner = Runner([1 << 30] * 9, fails=8)
     for size in (8, 6, 4):
@@ -463,7 +463,7 @@ def test_an_added_size_that_cannot_be_captured_is_done_without(monkeypatch: pyte
 @pytest.mark.parametrize(("ranks", "fails"), [(2, 8), (1, 4)])
 def test_other_failures_to_capture_stay_upstreams(monkeypatch: pytest.MonkeyPatch, ranks: int, fails: int) -> None:
     """Of an added size on several ranks, and of a size that upstream captures itself."""
-    monkeypatch.setattr(coverage, "_ranks", lambda: ranks)
+    monkeypatch.setattr(slice_policy, "several_ranks", lambda: ranks > 1)
     coverage._state.plan = coverage.Plan(limit=8, added=(6, 8))
     with pytest.raises(torch.OutOfMemoryError):
         Runner([1 << 30] * 9, fails=fails).capture_one_shape(fails, None)

@@ -1,15 +1,16 @@
 """Patch ``eagle-verify-cuda-graph``: speculative forwards run from CUDA graphs; of one that does not, it tells why.
 
 `note_verify`, `note_draft` and `note_draft_extend` are called by upstream where it has decided about one forward;
-`coverage` adds captured sizes and checks them at start; `counting` carries the counts out. Nothing here may cost a
-request: what fails is counted (``failures_inside``) and upstream's path goes on.
+`coverage` adds captured sizes and checks them at start; a verify above the largest of them is replayed in slices where
+that was measured to be faster (`slices`, `slice_policy`, `slice_timing`); `counting` carries the counts out. Nothing
+here may cost a request: what fails is counted (``failures_inside``) and upstream's path goes on.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sglang_patches.runtime.eagle_verify_cuda_graph import reasons
+from sglang_patches.runtime.eagle_verify_cuda_graph import reasons, slice_policy
 from sglang_patches.runtime.eagle_verify_cuda_graph.counting import contained, export_passes, passes
 from sglang_patches.runtime.eagle_verify_cuda_graph.coverage import (
     audit,
@@ -18,6 +19,7 @@ from sglang_patches.runtime.eagle_verify_cuda_graph.coverage import (
     cover_running_requests,
 )
 from sglang_patches.runtime.eagle_verify_cuda_graph.reasons import Path, Phase, Reason
+from sglang_patches.runtime.eagle_verify_cuda_graph.slice_policy import replay_slices
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tp_worker import TpModelWorker
@@ -33,6 +35,7 @@ __all__ = [
     "note_draft",
     "note_draft_extend",
     "note_verify",
+    "replay_slices",
 ]
 
 
@@ -54,6 +57,8 @@ def note_draft_extend(worker: EagleDraftWorker, batch: ForwardBatch, graph: Any)
 def _count_verify(target_worker: Any, batch: Any, graph: Any) -> None:
     model_runner = target_worker.model_runner
     runner = model_runner.decode_cuda_graph_runner
+    if not graph and slice_policy.taken(model_runner, batch):
+        return  # counted once `replay_slices` knows how it ran
     _count(Phase.VERIFY, runner, batch, graph, model_runner, None, reasons.declined_verify)
 
 

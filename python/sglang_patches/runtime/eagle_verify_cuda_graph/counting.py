@@ -118,10 +118,15 @@ def contained(what: str, call: Callable[..., Any], *args: Any) -> Any:
     try:
         return call(*args)
     except Exception:
-        passes.failures[what] += 1
-        if passes.failures[what] == 1:
-            logger.exception("sglang-patches: %s: %s failed; upstream's path goes on without it", PATCH, what)
+        failed(what)
         return None
+
+
+def failed(what: str) -> None:
+    """Count a failure of a part of this patch, and log the first with the exception that is being handled."""
+    passes.failures[what] += 1
+    if passes.failures[what] == 1:
+        logger.exception("sglang-patches: %s: %s failed; upstream's path goes on without it", PATCH, what)
 
 
 def speaks() -> bool:
@@ -138,6 +143,7 @@ def speaks() -> bool:
         return True
 
 
-def tell_passes() -> None:
-    """Let this process' counts appear beside its outcome; only a process that runs speculative forwards calls it."""
-    _outcome.live_figures(PATCH, passes.figures)
+def tell_passes(more: Callable[[], dict[str, Any]]) -> None:
+    """Let this process' counts, and what `more` gives, appear beside its outcome; only a process that runs speculative
+    forwards calls it."""
+    _outcome.live_figures(PATCH, lambda: {**passes.figures(), **more()})

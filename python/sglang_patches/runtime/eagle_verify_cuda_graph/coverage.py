@@ -19,7 +19,7 @@ from itertools import groupby
 from typing import Any
 
 from sglang_patches.runtime import _outcome
-from sglang_patches.runtime.eagle_verify_cuda_graph import reasons
+from sglang_patches.runtime.eagle_verify_cuda_graph import reasons, slice_policy, slice_timing
 from sglang_patches.runtime.eagle_verify_cuda_graph.counting import PATCH, contained, speaks, tell_passes
 from sglang_patches.runtime.eagle_verify_cuda_graph.reasons import Phase, Reason
 from sglang_patches.runtime.eagle_verify_cuda_graph.sizes import GROWTHS, affordable, cost, sizes_up_to
@@ -177,7 +177,7 @@ def _decide(model_runner: Any) -> None:
     free = get_available_gpu_memory(
         model_runner.device,
         model_runner.gpu_id,
-        distributed=_ranks() > 1,
+        distributed=slice_policy.several_ranks(),
         cpu_group=get_parallel().world_group.cpu_group,
     )
     target = min(limit, max(MAX_ADDED_SIZE, largest))
@@ -239,7 +239,7 @@ def capture_added(capture: Callable[..., None]) -> Callable[..., None]:
         try:
             capture(self, size, *args, **named)
         except RuntimeError as error:  # torch's out-of-memory error is one
-            if _ranks() > 1:
+            if slice_policy.several_ranks():
                 raise
             contained("capture", _do_without, self, size, error)
         after = contained("measure", _free_mib, self)
@@ -248,12 +248,6 @@ def capture_added(capture: Callable[..., None]) -> Callable[..., None]:
             plan.mib += before - after
 
     return wrapper
-
-
-def _ranks() -> int:
-    from sglang.srt.runtime_context import get_parallel
-
-    return int(get_parallel().launch_world_size)
 
 
 def _do_without(runner: Any, size: int, error: RuntimeError) -> None:
@@ -288,11 +282,13 @@ def gaps(worker: Any) -> dict[Phase, list[tuple[int, int | None, Reason]]]:
     for phase, (runner, model_runner) in _runners(worker).items():
         if hasattr(runner, "capture_bs"):
             by_size = [(size, reasons.for_size(runner, size)) for size in range(1, limit + 1)]
+            if phase is Phase.VERIFY:
+                by_size = [(size, Reason.SLICED if slice_policy.covers(runner, size) else why) for size, why in by_size]
         else:
             why = reasons.missing(phase, model_runner, worker.draft_worker)
             by_size = [(size, why) for size in range(1, limit + 1)]
         for reason, group in groupby(by_size, key=lambda entry: entry[1]):
-            if reason not in (Reason.CAPTURED, Reason.PADDED):
+            if reason not in (Reason.CAPTURED, Reason.PADDED, Reason.SLICED):
                 sizes = [size for size, _ in group]
                 found.setdefault(phase, []).append((sizes[0], sizes[-1], reason))
     return found
@@ -322,6 +318,7 @@ def _tell(worker: Any) -> None:
             plan.estimated_mib,
             VARIABLE,
         )
+    figures |= slice_policy.figures()
     result, detail = _judge(gaps(worker), plan, ", ".join(_runners(worker)))
     _outcome.record(PATCH, result, detail, **figures)
 
@@ -352,7 +349,9 @@ def audit(init_cuda_graphs: Callable[..., None]) -> Callable[..., None]:
     def wrapper(self: Any) -> None:
         init_cuda_graphs(self)
         _state.decided = True
-        tell_passes()
+        tell_passes(slice_policy.figures)
+        if mode() != "report" and not _only_prefills():
+            slice_timing.decide(self)
         if mode() == "require" and not _only_prefills():
             found = gaps(self)
             if found:

@@ -36,6 +36,7 @@ class Reason(StrEnum):
     # Path "graph".
     CAPTURED = "captured"  # a graph of exactly this batch size
     PADDED = "padded"  # a graph of the next larger captured size
+    SLICED = "sliced"  # several graphs, one after the other: above the largest captured size (this patch's doing)
     # Path "cpu".
     CPU = "cpu"  # a CPU has no CUDA graphs; upstream's CPU graphs take plain decode only
     # Path "eager", for every batch: decode graphs were switched off while arguments were resolved.
