@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from sglang_patches import editing, hunks, selection, series, upstream
-from sglang_patches.errors import PatchError
+from sglang_patches.errors import PatchError, of_system
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -64,9 +64,10 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
         except PatchError as error:
             typer.echo(f"sglang-patches: {error}", err=True)
             raise typer.Exit(2) from None
+        except BrokenPipeError:
+            raise  # whoever read our output has had enough; click ends quietly
         except OSError as error:
-            remedy = "remedy     name a place that exists and can be written (free space, permissions)"
-            typer.echo(f"sglang-patches: {error.filename}: {error.strerror}\n  {remedy}", err=True)
+            typer.echo(f"sglang-patches: {of_system(error)}", err=True)
             raise typer.Exit(2) from None
 
     app.command(name=function.__name__.rstrip("_").replace("_", "-"))(run)
@@ -282,6 +283,18 @@ def nccl(context: typer.Context) -> None:
     from sglang_patches.nccl.app import app as commands
 
     commands(context.args, prog_name="sglang-patches nccl")
+
+
+@app.command(
+    name="bench",
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},
+)
+def bench(context: typer.Context) -> None:
+    """Measure on real servers what patches, variables and arguments do: `bench ab` compares two selections."""
+    from sglang_patches.bench.app import app as commands
+
+    commands(context.args, prog_name="sglang-patches bench")
 
 
 def main() -> None:

@@ -16,3 +16,13 @@ class ProcessStop(SystemExit):
 
     A `SystemExit`, because upstream imports many modules under `except Exception` and goes on without them.
     """
+
+
+def of_system(error: OSError) -> str:
+    """An operating system's error as a message: the file if it is about one, and then what to do."""
+    if error.filename is None:
+        return str(error)
+    return (
+        f"{error.filename}: {error.strerror}\n"
+        f"  remedy     name a place that exists and can be written (free space, permissions)"
+    )

@@ -17,7 +17,7 @@ from sglang_patches.upstream import digest
 Default = Literal["on", "off", "no-gpu"]
 
 REQUIRED_FIELDS = ("Description", "Why", "Forwarded", "Last-Update", "Remove-When", "Default", "Pre-Image")
-OPTIONAL_FIELDS = ("Origin", "Author", "Bug", "Applied-Upstream", "Requires", "Conflicts", "Provides")
+OPTIONAL_FIELDS = ("Origin", "Author", "Bug", "Applied-Upstream", "Requires", "Conflicts", "Provides", "Changes")
 REPEATABLE_FIELDS = ("Pre-Image", "Bug", "Provides")
 
 _NAME = re.compile(r"[a-z][a-z0-9]*(?:-[a-z0-9]+)*")
@@ -59,6 +59,11 @@ class Patch:
     def summary(self) -> str:
         """The first line of the description."""
         return self.field("Description").partition("\n")[0]
+
+    @cached_property
+    def changes(self) -> tuple[str, ...]:
+        """Patterns (`fnmatch`) of the variables and `--options` of a server that the patch itself sets."""
+        return tuple(" ".join(self.fields.get("Changes", [])).replace(",", " ").split())
 
     @cached_property
     def touches(self) -> tuple[str, ...]:

@@ -42,6 +42,11 @@ _CPU_ENV = {
 }
 
 
+def cpu_environment() -> dict[str, str]:
+    """Variables a server without a GPU is started with, where the environment does not set them."""
+    return dict(_CPU_ENV)
+
+
 _SMALL_MODEL_BYTES = 1 << 30
 
 

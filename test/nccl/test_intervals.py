@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sglang_patches.nccl.intervals import Interval, compare, crossover, t_quantile
+from sglang_patches.nccl.intervals import compare, crossover
+from sglang_patches.student import Interval
 
 
 def drawn(
@@ -74,27 +75,6 @@ def test_a_real_difference_is_seen_and_a_wider_interval_for_more_comparisons() -
     assert one.overall.value == pytest.approx(0.9, abs=0.02)
     assert many.overall.high - many.overall.low > one.overall.high - one.overall.low
     assert many.ratio == one.ratio
-
-
-@pytest.mark.parametrize(
-    ("tail", "freedom", "value"),
-    [(0.05, 1, 12.706205), (0.05, 2, 4.302653), (0.05, 3, 3.182446), (0.05, 4, 2.776445), (0.01, 9, 3.249836)],
-)  # fmt: skip
-def test_quantiles_are_those_of_the_tables(tail: float, freedom: int, value: float) -> None:
-    assert t_quantile(tail, freedom) == pytest.approx(value, abs=1e-6)
-
-
-def test_quantiles_are_those_of_scipy() -> None:
-    stats = pytest.importorskip("scipy.stats")
-    for freedom in range(1, 40):
-        for tail in (0.5, 0.05, 0.05 / 20, 1e-4):
-            assert t_quantile(tail, freedom) == pytest.approx(stats.t.ppf(1 - tail / 2, freedom), rel=1e-9)
-
-
-@pytest.mark.parametrize(("tail", "freedom"), [(0.0, 2), (1.0, 2), (0.05, 0)])
-def test_there_is_no_quantile_without_a_tail_or_a_degree_of_freedom(tail: float, freedom: int) -> None:
-    with pytest.raises(ValueError, match="at least 1"):
-        t_quantile(tail, freedom)
 
 
 def test_one_round_alone_has_no_interval_and_many_replays_do_not_make_up_for_rounds() -> None:

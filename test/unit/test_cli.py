@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from datetime import date, timedelta
@@ -353,3 +354,14 @@ def test_the_console_script_explains_itself() -> None:
         "nccl",
     ):
         assert word in done.stdout
+
+
+def test_a_reader_that_has_had_enough_is_no_error() -> None:
+    """As with `sglang-patches list | head -1`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "sglang_patches.cli", "list", "--json"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(writer)
+    assert done.returncode == 1
+    assert done.stderr == ""

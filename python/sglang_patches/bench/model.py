@@ -54,6 +54,11 @@ class Sample(_Part):
     ttft: float = Field(description="From sending to the first tokens.")
     itl: list[float] = Field(description="Times between chunks; under speculation a chunk may hold several tokens.")
     verify_passes: int | None = Field(default=None, description="Target verify passes; null without speculation.")
+    first_tokens: int = Field(
+        default=1,
+        description="Tokens of the first chunk: more than the prefill's one where a busy server joins chunks.",
+    )
+    first_passes: int = Field(default=0, description="Target verify passes that the first chunk tells.")
     output_sha256: str | None = Field(description="Of the output token ids, as comma-joined decimals; null if unknown.")
     error: str = ""
 
@@ -68,7 +73,13 @@ class Turn(_Part):
     figures: dict[str, float] = Field(description="By the names of HIGHER_IS_BETTER, and others.")
     output_sha256: str | None = Field(description="Over all outputs, in order of prompts; equal means equal tokens.")
     document: Document | None = Field(description="Code state that the server told; null where it cannot (pristine).")
+    server_args: dict[str, Any] | None = Field(
+        default=None, description="Resolved arguments, where there is no document to tell them. Secrets are masked."
+    )
     outcomes: dict[str, Any] = Field(default_factory=dict, description="What each patch did, as /server_info tells.")
+    retried: str = Field(
+        default="", description="Why this turn was measured by a second server; its first one's samples are not kept."
+    )
     log: str = Field(default="", description="The server's log, relative to the result folder.")
 
 
@@ -85,10 +96,13 @@ class Workload(_Part):
 
 
 class Result(_Part):
-    """result.json of a result folder. Samples lie beside it in samples.jsonl, one `Sample` a line."""
+    """result.json of a result folder.
+
+    Samples lie beside it in samples.jsonl, one `Sample` a line; those of kind verify-step are records of its own.
+    """
 
     kind: Literal["ab", "factorial", "bisect", "compare-upstream", "verify-step"]
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = 2
     name: str = Field(description="Of the folder.")
     headline: str = Field(description="The finding, in one sentence.")
     command: list[str] = Field(description="What made it, as typed; secrets masked.")

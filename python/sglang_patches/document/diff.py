@@ -150,7 +150,12 @@ def _arguments(a: Document, b: Document) -> Iterator[Difference]:
             words = ["a server" if d.server_args is not None else "an environment" for d in (a, b)]
             yield Difference("other", "the document", words[0], words[1], matters=False)
         return
-    for name, one, other in _unequal(a.server_args, b.server_args):
+    yield from arguments(a.server_args, b.server_args)
+
+
+def arguments(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Difference]:
+    """What differs between the resolved arguments of two servers, by their names without dashes."""
+    for name, one, other in _unequal(a, b):
         option = f"--{name.replace('_', '-')}"
         yield Difference(
             "argument",
@@ -159,6 +164,11 @@ def _arguments(a: Document, b: Document) -> Iterator[Difference]:
             _said(other),
             matters=name not in _MINOR_ARGUMENTS and MASK not in (one, other),
         )
+
+
+def same_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Of masked variables (`secrets.environment`) those that matter where two documents are compared."""
+    return {name: value for name, value in environ.items() if not _MINOR_VARIABLE.fullmatch(name)}
 
 
 def _variables(a: Document, b: Document) -> Iterator[Difference]:

@@ -6,6 +6,7 @@ The version counts up whenever a reader of the former one would misread a docume
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -133,19 +134,64 @@ def json_schema() -> str:
 
 
 def find(data: Any) -> dict[str, Any] | None:
-    """The first document in JSON data, outermost first: the data itself, or what a result file embeds."""
-    level = [data]
+    """The first document in JSON data, outermost first: the data itself, or what a result file embeds.
+
+    A server's comes before that of a process that only measured: what was measured is what a result is about.
+    """
+    level, first = [data], None
     while level:
         below: list[Any] = []
         for value in level:
             if isinstance(value, dict):
-                if value.get("kind") == KIND:
+                if value.get("kind") != KIND:
+                    below += value.values()
+                elif value.get("server_args") is not None:
                     return value
-                below += value.values()
+                else:
+                    first = first or value
             elif isinstance(value, list):
                 below += value
         level = below
-    return None
+    return first
+
+
+def shared(data: dict[str, Any]) -> dict[str, Any]:
+    """JSON data with each library once: a list `libraries` at its top, and its indices where a process has some.
+
+    Every process of every server loads about the same hundreds of libraries, which is nearly all of a result's size.
+    """
+    places: dict[str, int] = {}
+    table: list[Any] = []
+
+    def place(library: Any) -> int:
+        key = json.dumps(library, sort_keys=True)
+        if key not in places:
+            places[key] = len(table)
+            table.append(library)
+        return places[key]
+
+    return {**_with_libraries(data, place), "libraries": table}
+
+
+def unshared(data: Any) -> Any:
+    """What `shared` was given; data without a list at the top as it is. An index that is none stays one."""
+    table = data.get("libraries") if isinstance(data, dict) else None
+    if not isinstance(table, list):
+        return data
+
+    def library(place: Any) -> Any:
+        return table[place] if isinstance(place, int) and 0 <= place < len(table) else place
+
+    return _with_libraries({name: value for name, value in data.items() if name != "libraries"}, library)
+
+
+def _with_libraries(value: Any, put: Callable[[Any], Any]) -> Any:
+    if isinstance(value, dict):
+        out = {name: _with_libraries(item, put) for name, item in value.items()}
+        if "patch_set_id" in value and isinstance(value.get("libraries"), list):
+            out["libraries"] = [put(item) for item in value["libraries"]]
+        return out
+    return [_with_libraries(item, put) for item in value] if isinstance(value, list) else value
 
 
 def parse(data: Any, name: str) -> Document:
@@ -193,4 +239,4 @@ def read(file: Path) -> Document:
         data = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise PatchError(f"{file}: not JSON: {error}\n  remedy     name a result or provenance file") from None
-    return parse(data, str(file))
+    return parse(unshared(data), str(file))

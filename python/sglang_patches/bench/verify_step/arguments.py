@@ -1,0 +1,76 @@
+"""Server arguments of an engine: the same for every number of draft tokens, but for speculation itself."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sglang_patches.bench.verify_step.grid import Grid
+from sglang_patches.document import secrets
+
+# Upstream's default; longer prompts are prefilled whole, since a chunk with a prefix takes MLA's slower path.
+_LEAST_PREFILL = 8192
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What is served, and how."""
+
+    target: Path
+    draft: Path
+    dummy: bool
+    cuda: bool
+    grid: Grid
+    captured: int = 0
+    attention_backend: str = ""
+    extra: list[str] = field(default_factory=list)
+    command: list[str] = field(default_factory=list)  # as typed, secrets masked
+
+    def vocabulary(self) -> int:
+        """Number of token ids of the target."""
+        config = json.loads((self.target / "config.json").read_text())
+        return int(config.get("text_config", config)["vocab_size"])
+
+    def arguments(self, draft_tokens: int) -> list[str]:
+        """Of ``sglang.launch_server``; 0 draft tokens: without speculation."""
+        grid = self.grid
+        longest = max(grid.contexts)
+        chunk = str(max(longest, _LEAST_PREFILL))
+        # Every prompt and what follows it, and room for answers of former rounds, which the radix cache keeps a while.
+        pool = grid.requests * (longest + grid.room) + 8 * grid.requests * grid.room
+        made = ["--model-path", str(self.target), "--skip-tokenizer-init", "--grammar-backend", "none"]
+        made += ["--random-seed", "0", "--log-level", "warning", "--context-length", str(longest + grid.room)]
+        made += ["--max-running-requests", str(grid.requests), "--max-total-tokens", str(pool)]
+        made += ["--chunked-prefill-size", chunk, "--max-prefill-tokens", chunk]
+        if self.dummy:
+            made += ["--load-format", "dummy"]
+        if self.cuda:
+            made += ["--attention-backend", self.attention_backend or "triton", "--mem-fraction-static", "0.7"]
+            sizes = [str(size) for size in sorted(grid.batch_sizes)]
+            made += ["--cuda-graph-bs-prefill", "64", "128"]
+            if self.captured:
+                made += ["--cuda-graph-max-bs-decode", str(self.captured)]
+            else:
+                made += ["--cuda-graph-bs-decode", *sizes]
+        else:
+            made += ["--device", "cpu", "--attention-backend", self.attention_backend or "torch_native"]
+            made += ["--sampling-backend", "pytorch", "--dtype", "float32"]
+        if draft_tokens:
+            made += ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(self.draft)]
+            made += ["--speculative-num-steps", str(draft_tokens - 1), "--speculative-eagle-topk", "1"]
+            made += ["--speculative-num-draft-tokens", str(draft_tokens)]
+        return [*made, *self.extra]
+
+    def shown(self, draft_tokens: int) -> list[str]:
+        """The same as it is kept: secrets masked, and the shard's temporary folder named ``<shard>``."""
+        home = str(self.target.parent) if self.dummy else "\0"
+        return [word.replace(home, "<shard>") for word in secrets.command(self.arguments(draft_tokens))]
+
+    def environment(self) -> dict[str, str]:
+        """Of the engine's process."""
+        from sglang_patches.serve import cpu_environment
+
+        environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+        return environ if self.cuda else {**cpu_environment(), **environ}

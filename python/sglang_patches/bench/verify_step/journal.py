@@ -1,0 +1,101 @@
+"""samples.jsonl of a verify-step folder: every record as it is measured, one JSON object a line, never rewritten.
+
+Each line has ``record`` (below), ``engine`` (draft tokens, 0 without speculation) and ``run`` (of that engine's start).
+Lines of several processes may mix. An engine counts by its newest run that is done, or else by its newest.
+
+- ``engine``: once it is up; facts, arguments, provenance, seconds to start.
+- ``routing``: of a cell; experts and contexts, from an untimed eager pass.
+- ``cycles``: of a cell, mode and round; milliseconds by part, one entry a cycle.
+- ``kernels``: of a cell, from a profiled pass.
+- ``done``: all of it was measured; what patches tell at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from sglang_patches.errors import PatchError
+
+FILE = "samples.jsonl"
+_BEGINNING = '{"record":'
+
+
+def append(folder: Path, record: dict[str, Any]) -> None:
+    """Add a record, on disk when this returns."""
+    line = (json.dumps(record, separators=(",", ":")) + "\n").encode()
+    # O_APPEND and one write: runs on several GPUs may share the folder.
+    handle = os.open(folder / FILE, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        size = os.fstat(handle).st_size
+        if size and os.pread(handle, 1, size - 1) != b"\n":
+            line = b"\n" + line  # a crash cut the last line short
+        os.write(handle, line)
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    """All records of a folder, none if it has none; a line that a crash cut short is left out.
+
+    Raises PatchError where another line is no record.
+    """
+    file = folder / FILE
+    if not file.exists():
+        return []
+    records = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), 1):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            if _BEGINNING.startswith(line) or line.startswith(_BEGINNING):
+                continue
+            record = None
+        if not isinstance(record, dict) or "record" not in record:
+            raise PatchError(
+                f"{file}, line {number}: not a record of verify-step: {line[:60]!r}\n"
+                "  remedy     name another folder with --out, or remove that line"
+            )
+        records.append(record)
+    return records
+
+
+def current(records: Iterable[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
+    """Records by engine, those of the run that counts."""
+    runs: dict[int, dict[str, list[dict[str, Any]]]] = {}
+    for record in records:
+        runs.setdefault(record["engine"], {}).setdefault(record["run"], []).append(record)
+    counts = {}
+    for engine, of in sorted(runs.items()):
+        done = [run for run, all_ in of.items() if any(record["record"] == "done" for record in all_)]
+        counts[engine] = of[(done or list(of))[-1]]
+    return counts
+
+
+def done(records: Iterable[dict[str, Any]]) -> set[int]:
+    """The engines that need no measuring any more."""
+    return {record["engine"] for record in records if record["record"] == "done"}
+
+
+def merge(sources: Iterable[Path], folder: Path) -> int:
+    """Add the records of other folders that `folder` lacks; returns how many there were.
+
+    Raises PatchError where a source has none.
+    """
+    known = {json.dumps(record, sort_keys=True) for record in read(folder)}
+    added = 0
+    for source in sources:
+        records = read(source)
+        if not records:
+            raise PatchError(f"{source}: no {FILE} with records\n  remedy     name folders that verify-step wrote")
+        for record in records:
+            text = json.dumps(record, sort_keys=True)
+            if text not in known:
+                known.add(text)
+                append(folder, record)
+                added += 1
+    return added

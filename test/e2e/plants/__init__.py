@@ -1,0 +1,1 @@
+"""Patches that are planted to be found by `bench bisect`."""
