@@ -3,15 +3,14 @@
     python -m benchmark.tiny_kimi.speed --a http://127.0.0.1:30000 --b http://127.0.0.1:30001 --out speed.json
 
 Greedy, one request at a time. Prints tokens/s of A and B and the ratio A/B with a 95 % bootstrap interval over prompts;
-writes every sample, the code state that each server tells, and what the machine is. Servers whose tokens differ are not
-compared: exit status 1.
+prints what differs between their code states; writes every sample and the whole provenance document of each server.
+Servers whose tokens differ are not compared, and a server that tells no such document is not measured: exit status 1.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,6 +19,9 @@ from typing import Any
 import httpx
 import numpy as np
 import psutil
+
+from sglang_patches.document import diff, schema, server
+from sglang_patches.errors import PatchError
 
 PROMPTS = Path(__file__).parents[2] / "test/models/prompts.jsonl"
 
@@ -42,6 +44,18 @@ def rate(samples: list[dict[str, Any]], rows: np.ndarray) -> float:
     return sum(samples[i]["tokens"] for i in rows) / sum(samples[i]["seconds"] for i in rows)
 
 
+def outcomes(url: str) -> dict[str, Any]:
+    """What each patch of a server did so far."""
+    told = httpx.get(f"{url}/server_info", timeout=60).json()["sglang_patches"]
+    found: dict[str, Any] = told.get("outcomes", {})
+    return found
+
+
+def different(a: schema.Document, b: schema.Document) -> str:
+    """What differs between the code states of A and B, in one sentence."""
+    return diff.summary(a, b, diff.diff(a, b))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--a", required=True, help="URL of the first server")
@@ -52,6 +66,10 @@ def main() -> None:
     arguments = parser.parse_args()
     texts = [json.loads(line)["text"] for line in PROMPTS.read_text().splitlines()][: arguments.prompts]
     urls = {"a": arguments.a, "b": arguments.b}
+    try:
+        documents = {name: server.ask(url) for name, url in urls.items()}
+    except PatchError as error:
+        raise SystemExit(f"speed: {error}") from None
     for url in urls.values():
         measure(url, texts[0], 8)  # warm
     samples: dict[str, list[dict[str, Any]]] = {"a": [], "b": []}
@@ -76,13 +94,14 @@ def main() -> None:
             "tokens_per_s": rate(taken, everything),
             "tokens_per_step": sum(sample["tokens"] for sample in taken) / steps,
             "ms_per_step": 1e3 * sum(sample["seconds"] for sample in taken) / steps,
-            "sglang_patches": httpx.get(f"{urls[name]}/server_info", timeout=60).json().get("sglang_patches"),
+            "document": documents[name].model_dump(mode="json"),
+            "outcomes": outcomes(urls[name]),
         }
         print(name, {key: round(value, 3) for key, value in result[name].items() if isinstance(value, float)})
     print(f"ratio a/b {result['ratio']:.3f}, 95 % interval {low:.3f} to {high:.3f}")
+    print(different(documents["a"], documents["b"]))
     result["when"] = datetime.now(UTC).isoformat(timespec="seconds")
-    result["machine"] = {"cpus": psutil.cpu_count(), "processor": platform.processor() or platform.machine()}
-    result["machine"]["load_average"] = psutil.getloadavg()
+    result["load_average"] = psutil.getloadavg()
     result["samples"] = samples
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from sglang_patches.document import schema
 from sglang_patches.nccl.group import Group, Job
 from sglang_patches.nccl.paths import path_class
 
@@ -164,7 +165,9 @@ def test_tune_keeps_raw_samples_and_says_what_made_them(tuned: tuple[Path, Any])
         assert names == ["as-it-comes", "as-it-comes-again"]
     made_by = results["provenance"]
     assert made_by["versions"]["torch"] == results["versions"]["torch"]
-    assert made_by["code_state"]["release"] == "0.5.23"
+    document = schema.parse(results, "results.json")
+    assert document.code.release == "0.5.23"
+    assert "libtorch_cpu.so" in {library.name for library in document.processes[0].libraries}
     assert len(made_by["nccl_package_sha256"]) == 64
     assert made_by["set_by"]["NCCL_CUMEM_ENABLE"] == "upstream"
     assert results["plan"]["job"]["rows"] == [1, 2]
@@ -172,6 +175,8 @@ def test_tune_keeps_raw_samples_and_says_what_made_them(tuned: tuple[Path, Any])
     written = json.loads(profile.read_text())
     assert written["name"] == "tuned-as-it-comes"
     assert "NCCL as it comes is kept" in written["provenance"]["verdict"]
+    assert written["provenance"]["patch_set_id"] == document.code.id
+    assert schema.find(written) is None
     assert not (out.parent / "installed").exists()
     assert "s left" in done.stderr
     again = command("report", str(out / "results.json"))
@@ -201,6 +206,7 @@ def test_ctrl_c_keeps_what_was_measured_and_leaves_no_process(tmp_path: Path) ->
     results = json.loads((out / "results.json").read_text())
     assert results["interrupted"] == "Ctrl-C"
     assert results["runs"][0]["status"] == "measured"
+    assert schema.parse(results, "results.json").code.id
     assert [file.name for file in out.glob("*.json")] == ["results.json"]
     assert gone(pids)
 
@@ -246,6 +252,8 @@ def test_check_passes_where_every_process_sees_what_is_set() -> None:
     assert (row["wanted"], row["by"], row["seen"], row["verdict"]) == ("LL", "you", "LL", "not told")
     assert told["all_reduce"]["status"] == "measured"
     assert told["facts"]["versions"]["torch"]
+    assert told["provenance"]["versions"]["torch"] == told["facts"]["versions"]["torch"]
+    assert schema.parse(told, "nccl check").environment["NCCL_PROTO"] == "LL"
 
 
 def test_check_finds_what_start_up_code_of_python_changes(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from benchmark.allreduce import machines, steps, stress
 
+from sglang_patches.document import schema
 from sglang_patches.runtime.pcie_nccl_allreduce.guard import Guard
 
 REPO = Path(__file__).parents[2]
@@ -78,6 +79,7 @@ def test_two_ranks_find_every_sum_right(tmp_path: Path) -> None:
     assert [(rank["checked"], rank["wrong"]) for rank in found["ranks"]] == [(kinds, {})] * 2
     assert found["finished"]
     assert found["provenance"]["set_by"]["NCCL_NVLS_ENABLE"] == "upstream"
+    assert schema.parse(found, "result.json").code.release == "0.5.23"
     assert set(found["provenance"]["sources_sha256"]) == {"stress.py", "steps.py", "machines.py", "guard.py"}
 
 

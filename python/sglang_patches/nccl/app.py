@@ -10,6 +10,7 @@ import os
 import re
 import sys
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -95,7 +96,10 @@ def check(
     except (PatchError, profiles.ProfileError, OSError) as error:
         raise fail(error) from None
     if as_json:
-        typer.echo(json.dumps(result.document(), indent=2))
+        from sglang_patches.nccl import provenance
+
+        made_by = provenance.document(settings, topology, result.facts.get("versions", {}))
+        typer.echo(json.dumps({**result.document(), "provenance": made_by}, indent=2))
     else:
         console().print(report.checked(result))
     raise typer.Exit(1 if result.problems else 0)
@@ -112,7 +116,7 @@ def tune(
     calls: Annotated[int, typer.Option(min=1, help="All-reduces in a row: in one graph.")] = 50,
     only: Annotated[str, typer.Option(help="Names of the candidates to measure (the baseline always is).")] = "",
     candidates: Annotated[Path | None, typer.Option(help="JSON file of further candidates.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder for results.json, plot.png and profile.json.")] = Path("nccl-tune"),
+    out: Annotated[Path, typer.Option(help="Folder for results.json, plot.png and the profile.")] = Path("nccl-tune"),
     save: Annotated[bool, typer.Option(help="Also put the profile where the server looks for it.")] = True,
     timeout: Timeout = 120,
     seconds: Annotated[float, typer.Option(min=0, help="Begin no measurement after so long; 0: no limit.")] = 0,
@@ -151,10 +155,11 @@ def tune(
         new.write_text(json.dumps({**measured.document(), **more}) + "\n", encoding="utf-8")
         new.replace(results)
 
+    made_by = provenance.document(settings, topology, {})  # before: what a killed run has measured says its code too
     with _Display() as display:
-        measured = measure(plan, settings, progress=display.show, save=keep)
+        measured = measure(plan, settings, progress=display.show, save=partial(keep, provenance=made_by))
     verdict = decide(measured)
-    made_by = provenance.document(settings, topology, measured.versions())
+    made_by["versions"] |= measured.versions()
     keep(measured, provenance=made_by, verdict=verdict.document())
     screen = console(70 + 19 * len(job.rows))
     screen.print(report.tuned(measured, verdict))
@@ -168,6 +173,9 @@ def tune(
     if verdict.rounds < MIN_ROUNDS:
         typer.echo(f"no profile was written: {verdict.rounds} whole rounds, and a verdict needs {MIN_ROUNDS}")
         raise typer.Exit(1)
+    # A profile lies where servers read it: it names the code state, which is whole in the results.
+    code = (made_by.pop("document") or {}).get("code", {})
+    made_by |= {"patch_set_id": code.get("id"), "release": code.get("release")}
     made = make_profile(measured, verdict, topology, {**made_by, "results": str(results), "made": measured.made})
     _write_profile(made, out, save and backend == "nccl", topology)
 
@@ -216,6 +224,8 @@ def _write_profile(made: profiles.Profile, out: Path, save: bool, topology: Topo
             )
     elif save:
         typer.echo(f"{profiles.save(made)}: the same, where the server looks for it")
+    elif topology.absent:
+        typer.echo(f"not installed: it says nothing about NCCL ({topology.absent})")
     else:
         typer.echo(f"not installed: copy it to {profiles.folder()} to use it")
 

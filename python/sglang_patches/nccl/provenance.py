@@ -1,7 +1,8 @@
-"""What made a figure: code state, libraries, topology, environment. Needs neither upstream nor the series engine."""
+"""What made a figure: provenance document, versions, topology, settings; without upstream, what can be told then."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import platform
 import sys
@@ -20,17 +21,24 @@ def code_sha256() -> str:
     return total.hexdigest()
 
 
-def code_state() -> dict[str, Any]:
-    """`sglang_patches.provenance.code_state`, or why there is none: tuning needs no upstream on the machine."""
+def whole() -> dict[str, Any]:
+    """The provenance document of this environment (docs/provenance.md) with the libraries that torch loads.
+
+    Returns: ``document``, None where there can be none, and then ``no_document``, which says why: tuning needs neither
+    upstream nor pydantic on the machine.
+    """
+    with contextlib.suppress(Exception):  # whatever it is, the ranks tell it better
+        import torch  # noqa: F401
     try:
+        from sglang_patches.document import collect
         from sglang_patches.errors import PatchError
-        from sglang_patches.provenance import code_state as state
     except ImportError as error:
-        return {"unknown": f"the series engine does not import: {error}"}
+        return {"document": None, "no_document": f"the series engine does not import: {error}"}
     try:
-        return state()
+        this = collect.process("environment", None, collect.on_disk())
+        return {"document": collect.document(this).model_dump(mode="json")}
     except PatchError as error:
-        return {"unknown": str(error).splitlines()[0]}
+        return {"document": None, "no_document": str(error).splitlines()[0]}
 
 
 def driver_version() -> str | None:
@@ -49,13 +57,13 @@ def driver_version() -> str | None:
 
 
 def document(settings: Settings, topology: Topology, versions: dict[str, Any]) -> dict[str, Any]:
-    """All of it, JSON-able.
+    """All of it, JSON-able: `whole`, and what it does not hold.
 
     Args:
         versions: as the ranks told them.
     """
     return {
-        "code_state": code_state(),
+        **whole(),
         "nccl_package_sha256": code_sha256(),
         "command": ["sglang-patches", "nccl", *sys.argv[1:]],
         "versions": {**versions, "python": platform.python_version(), "driver": driver_version()},

@@ -13,9 +13,9 @@ from rich.table import Column, Table
 
 from sglang_patches.nccl.candidates import AS_IT_COMES
 from sglang_patches.nccl.check import Result
-from sglang_patches.nccl.intervals import Interval
 from sglang_patches.nccl.tune import Measured
 from sglang_patches.nccl.verdict import Entry, Verdict
+from sglang_patches.student import Interval
 
 _COLOURS = {"taken": "green", "not told": "yellow", "not taken": "red"}
 
