@@ -64,12 +64,17 @@ class Launch:
     notes: list[str] = field(default_factory=list)
 
 
+def is_path(model: str) -> bool:
+    """Whether a model's name is meant as a folder, and not as OWNER/MODEL of the hub."""
+    return Path(model).exists() or model.startswith((".", "/", "~")) or model.count("/") > 1
+
+
 def _model_config(model: str) -> dict[str, object] | None:
     """The checkpoint's ``config.json``; None for a hub name. A local path without one is an error."""
     path = Path(model)
     if (path / "config.json").is_file():
         return json.loads((path / "config.json").read_text())
-    if path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
+    if is_path(model):
         raise SystemExit(
             f"serve: {model} holds no config.json, so it is no checkpoint; give MODEL= and DRAFT= the folder of a "
             "downloaded model or a hub name like owner/model"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -42,3 +44,18 @@ def setup(tmp_path: Path) -> Callable[..., Setup]:
         return Setup(**{**given, **changed})  # type: ignore[arg-type]
 
     return make
+
+
+def killed_after(turns: int, words: list[str], out: Path) -> None:
+    """Run a command that measures into `out`, and kill it as soon as it has kept so many turns."""
+    ours = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    kept = out / "turns.jsonl"
+    try:
+        deadline = time.monotonic() + 900
+        while not kept.exists() or len(kept.read_text().splitlines()) < turns:
+            assert ours.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        ours.kill()
+        ours.wait()

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +17,8 @@ from sglang_patches.bench import ab, arms, folder
 from sglang_patches.bench.model import HIGHER_IS_BETTER, Turn
 from sglang_patches.errors import PatchError
 from sglang_patches.series import Series
+
+from .conftest import killed_after
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -40,17 +39,7 @@ def test_a_planted_slow_down_is_found_also_by_a_run_that_was_killed_between_turn
     out = tmp_path / "result"
     fast, slow = f"{fake},env:FAKE_TOKEN_S=0.02", f"{fake},env:FAKE_TOKEN_S=0.08"
     words = command(out, fast, slow, "--rounds", "3")
-    ours = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        deadline = time.monotonic() + 900
-        while not (out / "turns.jsonl").exists() or len((out / "turns.jsonl").read_text().splitlines()) < 2:
-            assert ours.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        os.kill(ours.pid, signal.SIGKILL)
-    finally:
-        ours.kill()
-        ours.wait()
+    killed_after(2, words, out)
     kept = (out / "turns.jsonl").read_text()
     assert not (out / "result.json").exists()
 

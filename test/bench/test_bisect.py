@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +12,8 @@ from typer.testing import CliRunner, Result
 
 from sglang_patches.bench import folder
 from sglang_patches.bench.app import app
+
+from .conftest import killed_after
 
 REPO = Path(__file__).resolve().parents[2]
 HARMLESS = "env:ONE=1,env:TWO=2,env:THREE=3"
@@ -38,17 +37,7 @@ def test_cause_is_found_also_by_a_run_that_was_killed(fake: str, tmp_path: Path)
     out = tmp_path / "result"
     good, bad = f"{fake},env:FAKE_TOKEN_S=0.02", f"{fake},{HARMLESS},env:FAKE_TOKEN_S=0.1"
     words = command(out, good, bad)
-    ours = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        deadline = time.monotonic() + 900
-        while not (out / "turns.jsonl").exists() or len((out / "turns.jsonl").read_text().splitlines()) < 5:
-            assert ours.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        os.kill(ours.pid, signal.SIGKILL)
-    finally:
-        ours.kill()
-        ours.wait()
+    killed_after(5, words, out)
     kept = (out / "turns.jsonl").read_text()
     assert not (out / "result.json").exists()
 

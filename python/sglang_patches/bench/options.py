@@ -17,7 +17,7 @@ from typing import Annotated
 
 import typer
 
-from sglang_patches import series, upstream
+from sglang_patches import series, serve, upstream
 from sglang_patches.bench import workload
 from sglang_patches.bench.turns import Setup
 from sglang_patches.document import secrets
@@ -136,10 +136,9 @@ def checkpoint(option: str, model: str) -> None:
     Raises:
         PatchError: it reads as a path (a hub name is OWNER/MODEL), and has no config.json.
     """
-    path = Path(model)
-    if (path / "config.json").is_file():
+    if (Path(model) / "config.json").is_file():
         return
-    if path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
+    if serve.is_path(model):
         remedy = "the folder of a downloaded model, or a hub name such as owner/model"
         if model in (MODEL, _DRAFT):
             remedy = f"run this in the repository, which has the bundled models, or name another: {option}"
