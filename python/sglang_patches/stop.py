@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import psutil
 
+from sglang_patches import processes
 from sglang_patches.errors import PatchError
 
 
@@ -19,8 +20,8 @@ def stop_server(port: int, timeout: float, echo: Callable[[str], None] = print) 
         PatchError: nothing listens there, the listener is not SGLang or not ours to see, or a process outlives SIGKILL.
     """
     server = find_server(port)
-    processes = [server, *server.children(recursive=True)]
-    echo(f"port {port}: ending pid {server.pid} ({_shown(server)}) and {len(processes) - 1} child processes")
+    ours = [server, *_children(server)]
+    echo(f"port {port}: ending pid {server.pid} ({_shown(server)}) and {len(ours) - 1} child processes")
     try:
         server.terminate()
     except psutil.AccessDenied:
@@ -28,28 +29,18 @@ def stop_server(port: int, timeout: float, echo: Callable[[str], None] = print) 
             f"port {port}: pid {server.pid} belongs to {server.username()}\n  remedy     run this as that user"
         ) from None
     started = last = time.monotonic()
-    alive = processes
-    while alive and time.monotonic() - started < timeout:
+    while (alive := processes.alive(ours)) and time.monotonic() - started < timeout:
+        time.sleep(0.1)
         if server.is_running():
             # Children started meanwhile; a child whose parent has ended can no longer be found this way.
-            processes += [child for child in _children(server) if child not in processes]
-        alive = _alive(processes, timeout=0.2)
-        if alive and time.monotonic() - last >= 5:
+            ours += [child for child in _children(server) if child not in ours]
+        if time.monotonic() - last >= 5:
             last = time.monotonic()
             echo(f"  {last - started:.0f} s: waiting for {', '.join(str(process.pid) for process in alive)}")
     if alive:
         echo(f"  after {timeout:g} s: killing {', '.join(f'{p.pid} ({_shown(p)})' for p in alive)}")
-        for process in alive:
-            try:
-                process.kill()
-            except psutil.NoSuchProcess:
-                continue
-        alive = _alive(alive, timeout=10)
-    if alive:
-        raise PatchError(
-            f"port {port}: still alive after SIGKILL: {', '.join(str(process.pid) for process in alive)}\n"
-            f"  remedy     they wait for a device or a disk; see for what: ps -o pid,stat,wchan -p PID"
-        )
+        if left := processes.kill(alive):
+            raise PatchError(f"port {port}: {processes.stuck(left)}")
     echo(f"port {port}: ended after {time.monotonic() - started:.1f} s")
 
 
@@ -71,8 +62,8 @@ def find_server(port: int) -> psutil.Process:
         raise PatchError(
             f"port {port}: the listener belongs to another user\n  remedy     run this as that user; nothing was ended"
         )
-    processes = [psutil.Process(pid) for pid in pids]
-    foreign = [process for process in processes if not is_server(process)]
+    listening = [psutil.Process(pid) for pid in pids]
+    foreign = [process for process in listening if not is_server(process)]
     if foreign:
         raise PatchError(
             f"port {port}: pid {foreign[0].pid} listens there and is not an SGLang server\n"
@@ -81,7 +72,7 @@ def find_server(port: int) -> psutil.Process:
             f"  remedy     check the port; nothing was ended"
         )
     # Several HTTP workers may share the port: the server is their common SGLang ancestor.
-    server = processes[0]
+    server = listening[0]
     while (parent := server.parent()) is not None and is_server(parent):
         server = parent
     return server
@@ -98,19 +89,6 @@ def is_server(process: psutil.Process) -> bool:
     launched = any(words[at : at + 2] == ["-m", "sglang.launch_server"] for at in range(len(words)))
     served = any(words[at : at + 2] == ["sglang", "serve"] for at in range(min(len(words), 3)))
     return title.startswith("sglang::") or launched or served
-
-
-def _alive(processes: list[psutil.Process], timeout: float) -> list[psutil.Process]:
-    """Those that still run after at most `timeout` seconds; a zombie, which waits for its parent, has ended."""
-    _gone, waiting = psutil.wait_procs(processes, timeout=timeout)
-    return [process for process in waiting if _runs(process)]
-
-
-def _runs(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _children(process: psutil.Process) -> list[psutil.Process]:

@@ -20,6 +20,8 @@ from typing import Any
 import httpx
 import psutil
 
+from sglang_patches import processes
+
 REPO = Path(__file__).resolve().parents[2]
 # Cold byte-code caches and a busy machine together cost minutes; a hang should still be told from slowness.
 READY_SECONDS = 400.0
@@ -47,9 +49,9 @@ def shared_memory() -> set[str]:
     return {entry.name for entry in os.scandir("/dev/shm")}
 
 
-def alive(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
-    """Those of ``processes`` that run or wait to be reaped (a reused pid does not count)."""
-    return [process for process in processes if process.is_running()]
+def present(tree: Sequence[psutil.Process]) -> list[psutil.Process]:
+    """Those that run or wait to be asked for their exit code, which a clean stop leaves none of."""
+    return [process for process in tree if process.is_running()]
 
 
 class Server:
@@ -111,11 +113,7 @@ class Server:
 
     def tree(self) -> list[psutil.Process]:
         """The process that was started and all that descend from it, now."""
-        try:
-            root = psutil.Process(self.process.pid)
-            return [root, *root.children(recursive=True)]
-        except psutil.NoSuchProcess:
-            return []
+        return processes.tree(self.process.pid)
 
     def get(self, path: str) -> Any:
         """The JSON document at ``path``."""
@@ -143,9 +141,11 @@ class Server:
     def leftovers(self, tree: Sequence[psutil.Process]) -> list[str]:
         """Wait for the processes in ``tree`` to end and say what remains, see `stop`."""
         deadline = time.monotonic() + STOP_SECONDS
-        while (self.process.poll() is None or alive(tree)) and time.monotonic() < deadline:
+        while (self.process.poll() is None or present(tree)) and time.monotonic() < deadline:
             time.sleep(0.1)
-        left = [f"process {process.pid}: {process.as_dict(['cmdline'])['cmdline']}" for process in alive(tree)]
+        left = [
+            f"process {process.pid}: {process.as_dict(['cmdline'])['cmdline']}" for process in processes.alive(tree)
+        ]
         self.kill(tree)
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", self.port)) == 0:
@@ -157,26 +157,15 @@ class Server:
                 left.append(f"shared memory /dev/shm/{name}")
         # Empty folders stay: torch makes one in each process and a killed process cannot remove it.
         left += [f"temporary file {path}" for path in sorted(self.tmp.rglob("*")) if not path.is_dir()]
-        left += [f"process {process.pid} of this session" for process in _session(self.process.pid)]
+        left += [
+            f"process {process.pid} of this session" for process in processes.alive(processes.session(self.process.pid))
+        ]
         return left
 
     def kill(self, tree: Sequence[psutil.Process] = ()) -> None:
         """End whatever of this server is still alive, without grace."""
-        for process in alive([*tree, *self.tree()]):
-            process.kill()
+        assert not processes.kill([*tree, *self.tree()])
         self.process.wait()
-
-
-def _session(leader: int) -> list[psutil.Process]:
-    """Processes of the session that ``leader`` began, which includes those that are no longer its children."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except (ProcessLookupError, psutil.NoSuchProcess):
-            continue
-    return found
 
 
 def _mapped_by_others(path: str, ours: set[str]) -> bool:

@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from sglang_patches import processes
 from sglang_patches.errors import PatchError
 from sglang_patches.stop import find_server, stop_server
 
@@ -88,7 +89,7 @@ def test_ends_the_server_and_its_children_and_nothing_else(
     said: list[str] = []
     try:
         stop_server(port, timeout=20, echo=said.append)
-        assert not psutil.pid_exists(server.process.pid)
+        assert not processes.alive(processes.tree(server.process.pid))
         assert not server.child.is_running()
         assert bystander.is_running()
         assert said[0].startswith(f"port {port}: ending pid {server.process.pid} (")
@@ -107,7 +108,7 @@ def test_kills_what_does_not_end_in_time(tmp_path: Path, port: int, bystander: p
     try:
         stop_server(port, timeout=1, echo=said.append)
         assert 1 <= time.monotonic() - started < 10
-        assert not psutil.pid_exists(server.process.pid)
+        assert not processes.alive(processes.tree(server.process.pid))
         assert not server.child.is_running() or server.child.status() == psutil.STATUS_ZOMBIE
         assert bystander.is_running()
         (killed,) = [line for line in said if "killing" in line]

@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 
-from sglang_patches import selection, serve
+from sglang_patches import processes, selection, serve
 from sglang_patches.bench.model import Arm
 from sglang_patches.errors import PatchError
 
@@ -82,7 +82,7 @@ class Server:
         """Raise PortTaken if the one that answers is another's server, which took the port before ours came to it."""
         port = int(self.url.rpartition(":")[2])
         listening = set()
-        for process in _tree(self.process.pid):
+        for process in processes.tree(self.process.pid):
             with contextlib.suppress(psutil.Error):
                 found = process.net_connections("inet")
                 listening |= {entry.laddr.port for entry in found if entry.status == psutil.CONN_LISTEN}
@@ -117,16 +117,19 @@ class Server:
         """End it and all it started: SIGTERM, a minute, SIGKILL for what is left. Can be called twice.
 
         A second Ctrl-C or SIGTERM meanwhile is a person who does not want to wait: SIGKILL at once.
+
+        Raises:
+            PatchError: something outlives SIGKILL, and may still hold its GPU.
         """
         # Once it has been waited for, its number may be another's; its session's may not while somebody is in it.
         ended = self.process.poll() is not None
-        tree = _session(self.process.pid) if ended else _tree(self.process.pid)
+        tree = processes.session(self.process.pid) if ended else processes.tree(self.process.pid)
         try:
             self._end(tree)
         finally:
-            for process in _alive([*tree, *_session(self.process.pid)]):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
+            left = processes.kill([*tree, *processes.session(self.process.pid)])
+            if left:
+                raise PatchError(f"the server of {self.url} cannot be ended: {processes.stuck(left)}")
             self.process.wait()
 
     def _end(self, tree: Sequence[psutil.Process]) -> None:
@@ -135,7 +138,7 @@ class Server:
             self.process.terminate()
         deadline = time.monotonic() + _STOP_S
         orphaned = None
-        while (self.process.poll() is None or _alive(tree)) and time.monotonic() < deadline:
+        while (self.process.poll() is None or processes.alive(tree)) and time.monotonic() < deadline:
             if orphaned is None and self.process.poll() is not None:
                 orphaned = time.monotonic()
                 deadline = min(deadline, orphaned + _ORPHANS_S)
@@ -261,30 +264,3 @@ def _end_with_us() -> None:
     """Runs in the child: it gets SIGTERM when this process dies, also of SIGKILL; and Ctrl-C is ours to handle."""
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def _tree(pid: int) -> list[psutil.Process]:
-    try:
-        root = psutil.Process(pid)
-        return [root, *root.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []
-
-
-def _session(leader: int) -> list[psutil.Process]:
-    """Processes of the session that the server began, which includes those that are no longer its children."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(ProcessLookupError, PermissionError, psutil.Error):
-            if os.getsid(process.pid) == leader:
-                found.append(process)
-    return found
-
-
-def _alive(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
-    alive = []
-    for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-                alive.append(process)
-    return alive

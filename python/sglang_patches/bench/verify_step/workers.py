@@ -17,9 +17,11 @@ from typing import Any
 
 import typer
 
+from sglang_patches import processes
 from sglang_patches.bench.verify_step import grid as grids
 from sglang_patches.bench.verify_step.arguments import Chosen
 from sglang_patches.bench.verify_step.engine import Spec
+from sglang_patches.errors import PatchError
 
 #: An engine that tells nothing for so long hangs; a first start with compiling takes a few minutes.
 SILENCE_S = 900
@@ -79,9 +81,17 @@ class Worker:
         return [json.loads(line) for line in lines]
 
     def end(self) -> None:
-        """End it and all it started."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        """End it and all it started, and wait until their memory is free for the next one.
+
+        Raises:
+            PatchError: something outlives SIGKILL, and may still hold the GPU.
+        """
+        # It leads its session, so the number stays taken while any member is left.
+        left = processes.kill(processes.session(self.process.pid))
+        if left:
+            raise PatchError(
+                f"the engine with {self.draft_tokens} draft tokens cannot be ended: {processes.stuck(left)}"
+            )
         self.process.wait()
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
