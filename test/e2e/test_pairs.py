@@ -1,0 +1,92 @@
+"""Patches work in each other's presence and absence: real servers over a covering array of the series.
+
+Every two patches meet with both on, both off and either one on, in as few servers as that takes (Katona 1973, "Two
+applications of Sperner type theorems": m + 1 servers are enough for binom(m, floor(m / 2) + 1) patches). Each gives
+the tokens that transformers gives.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterator
+
+import pytest
+from benchmark.tiny_kimi import reference
+from transformers import AutoTokenizer
+
+from sglang_patches.series import load
+from sglang_patches.upstream import locate
+
+from .conftest import DRAFT, MODEL, SERVER_ARGS
+from .server import Server, free_port, serve_command
+from .test_lossless import generate
+
+TEXT, TOKENS = "The river", 24
+# Without these, upstream serves this checkpoint on a CPU wrongly or not at all.
+ALWAYS = {"cpu-eagle3", "torch-native-mla", "kimi-k25-native-processor"}
+
+
+def names() -> list[str]:
+    """The patches of the installed release that can be left out here."""
+    installed = locate()
+    assert installed is not None
+    return [patch.name for patch in load(installed.release).patches if patch.name not in ALWAYS]
+
+
+def rows(columns: int) -> list[set[int]]:
+    """Which columns are off in each row; with a row that has none off, every pair sees all four combinations.
+
+    Each column is off in its own choice of floor(m / 2) + 1 of m rows: two such choices overlap, and neither holds the
+    other.
+    """
+    m = next(m for m in itertools.count(1) if math.comb(m, m // 2 + 1) >= columns)
+    chosen = itertools.islice(itertools.combinations(range(m), m // 2 + 1), columns)
+    off: list[set[int]] = [set() for _ in range(m)]
+    for column, where in enumerate(chosen):
+        for row in where:
+            off[row].add(column)
+    return off
+
+
+SELECTIONS = ["all"] + [
+    ",".join(["all", *(f"-{names()[column]}" for column in sorted(off))]) for off in rows(len(names()))
+]
+
+
+@pytest.mark.parametrize("columns", [2, 3, 10, 15, 16, 35])
+def test_every_pair_meets_in_every_combination(columns: int) -> None:
+    table = [set[int](), *rows(columns)]
+    for one, other in itertools.combinations(range(columns), 2):
+        assert len({(one in off, other in off) for off in table}) == 4
+
+
+@pytest.fixture(scope="module")
+def expected() -> tuple[list[int], list[int]]:
+    """A prompt and its greedy continuation by transformers."""
+    ids: list[int] = AutoTokenizer.from_pretrained(MODEL)(TEXT)["input_ids"]
+    return ids, reference.greedy(reference.load_text_model(MODEL), ids, TOKENS)
+
+
+@pytest.fixture
+def server(selection: str) -> Iterator[Server]:
+    port = free_port()
+    command = serve_command(port, MODEL, DRAFT, ["--skip-server-warmup", *SERVER_ARGS])
+    started = Server(command, port, MODEL, DRAFT, {"SGLANG_PATCHES": selection})
+    try:
+        yield started.wait_ready()
+    finally:
+        started.kill()
+
+
+@pytest.mark.parametrize("selection", SELECTIONS, ids=range(len(SELECTIONS)))
+def test_served_with_others_off(selection: str, server: Server, expected: tuple[list[int], list[int]]) -> None:
+    print(selection)
+    off = {word[1:] for word in selection.split(",")[1:]}
+    told = re.search(r"patch set \w+ on sglang \S+, pid \d+: (.+)", server.log())
+    assert told is not None
+    on = {word.strip() for word in told[1].split(";")[0].split(",")}
+    assert on == ({*names()} | ALWAYS) - off
+    ids, wanted = expected
+    assert generate(server, ids, TOKENS) == wanted
