@@ -46,8 +46,3 @@ def slow_left(verify: Verify) -> Verify:
 def slow_right(verify: Verify) -> Verify:
     """The half that waits, if the other is there."""
     return _slowed(verify, lambda: "left" in _present)
-
-
-def harmless(verify: Verify) -> Verify:
-    """As far from doing nothing as `slow_right` alone."""
-    return _slowed(verify, lambda: False)

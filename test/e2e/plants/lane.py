@@ -15,7 +15,6 @@ FILE = "sglang/srt/speculative/eagle_worker_v2.py"
 PLANTS = {
     "plant-slow": "slow_alone",
     "plant-left": "slow_left",
-    "plant-harmless": "harmless",
     "plant-right": "slow_right",
 }
 
