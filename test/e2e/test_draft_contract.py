@@ -51,6 +51,12 @@ def test_the_outcome_tells_that_the_draft_fits(spec_server: Server) -> None:
     assert told["accept_alarm"] is False
 
 
+def test_the_bundled_draft_is_in_upstreams_own_convention(spec_server: Server) -> None:
+    told = spec_server.get("/server_info")["sglang_patches"]["outcomes"]["llama-eagle3-draft-loading"]
+    assert (told["result"], told["read_as"]) == ("not needed", [])
+    assert (told["embedding"], told["head"]) == ("target", "own")
+
+
 def test_the_gauge_is_the_mean_over_the_window(spec_server: Server) -> None:
     describe(spec_server)
     told = outcome(spec_server)
@@ -81,7 +87,7 @@ def test_without_a_draft_there_is_nothing_to_check(plain_server: Server) -> None
 
 def test_a_draft_that_does_not_fit_ends_the_start(tmp_path: Path) -> None:
     tensors = load_file(DRAFT / "model.safetensors")
-    del tensors["d2t"]
+    del tensors["d2t"], tensors["t2d"]
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((DRAFT / "config.json").read_text())
     port = free_port()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,8 @@ from drafts import DRAFT, REMOVED, TARGET, Edit, mla_draft, renamed, setting, un
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.utils.hf_transformers_utils import get_config
 
+from sglang_patches.draft.checkpoint import UnreadableCheckpoint
+from sglang_patches.draft.contract import Pair, check
 from sglang_patches.runtime import _outcome
 from sglang_patches.runtime.kimi_k25_eagle3_delegation import (
     DraftContractError,
@@ -22,8 +25,6 @@ from sglang_patches.runtime.kimi_k25_eagle3_delegation import (
     settings,
     startup,
 )
-from sglang_patches.runtime.kimi_k25_eagle3_delegation.checkpoint import UnreadableCheckpoint
-from sglang_patches.runtime.kimi_k25_eagle3_delegation.contract import Pair, check
 
 Config = dict[str, Any]
 
@@ -50,8 +51,8 @@ def target() -> ModelConfig:
 
 
 def pair_of(draft: Path, target: ModelConfig) -> Pair:
-    """As `startup` makes it, from the draft's configuration as upstream reads it, before any patch settles its ids."""
-    config = get_config(str(draft), trust_remote_code=False)
+    """As `startup` makes it, from the draft's configuration as upstream alone reads it."""
+    config = inspect.unwrap(get_config)(str(draft), trust_remote_code=False)
     model = SimpleNamespace(
         model_path=str(draft), revision=None, hf_config=config, hf_text_config=config, dtype=torch.float32
     )
@@ -64,6 +65,18 @@ def refused(pair: Pair) -> list[str]:
 
 def warned(pair: Pair) -> list[str]:
     return [finding.text for finding in check(pair) if not finding.refuse]
+
+
+def test_a_draft_served_in_another_dtype_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_draft(tmp_path / "d", {"dtype": "float16"})
+    draft = ModelConfig(str(folder), is_draft_model=True, speculative_algorithm="EAGLE3")
+    both = SimpleNamespace(download_dir=None), ModelConfig(str(TARGET)), draft
+    (reason,) = refused(startup.make_pair(*both))
+    assert "served in float16" in reason
+    assert "the target in bfloat16" in reason
+    # Below sm80 upstream serves both in float16.
+    monkeypatch.setattr("sglang.srt.utils.common.get_device_sm", lambda: 75)
+    assert refused(startup.make_pair(*both)) == []
 
 
 def test_the_bundled_pair_fits_without_a_remark(target: ModelConfig) -> None:
@@ -342,7 +355,7 @@ def test_a_broken_or_missing_file_is_named(tmp_path: Path, target: ModelConfig) 
 def test_a_draft_that_is_fetched_while_it_is_loaded_is_checked_then(
     tmp_path: Path, target: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = write_draft(tmp_path / "draft", {}, without("d2t"))
+    folder = write_draft(tmp_path / "draft", {}, without("d2t", "t2d"))
     config = ModelConfig(str(folder), dtype="float32", is_draft_model=True, speculative_algorithm="EAGLE3")
     arguments = SimpleNamespace(
         download_dir=None, speculative_algorithm="eagle3", speculative_draft_model_path="o/draft"

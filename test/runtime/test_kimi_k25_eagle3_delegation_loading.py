@@ -48,6 +48,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     mla_draft(folder / "mla-prefixed", {}, renamed(lambda name: name if "lm_head" in name else f"model.{name}"))
     write_draft(folder / "z-no-norm-no-o-warn", {}, without("norm.weight", "midlayer.self_attn.o_proj.weight"))
     environ = {key: found for key, found in os.environ.items() if not key.startswith("SGLANG_PATCHES_")}
+    # What this patch makes of names alone; the other one reads conventions, and refuses by itself what is not whole.
+    environ["SGLANG_PATCHES"] = "-llama-eagle3-draft-loading"
     environ |= {key: os.environ[key] for key in ("SGLANG_PATCHES_CACHE", "SGLANG_PATCHES_DIR") if key in os.environ}
     done = subprocess.run(
         [sys.executable, "draft_loading.py", str(folder)],

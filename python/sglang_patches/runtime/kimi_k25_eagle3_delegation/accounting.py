@@ -16,8 +16,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sglang_patches.runtime.kimi_k25_eagle3_delegation import shapes, startup
-from sglang_patches.runtime.kimi_k25_eagle3_delegation.shapes import value
+from sglang_patches.draft import shapes
+from sglang_patches.draft.shapes import value
+from sglang_patches.runtime.kimi_k25_eagle3_delegation import startup
 
 # Quiet NaNs with a payload no computation makes.
 _PATTERNS = {

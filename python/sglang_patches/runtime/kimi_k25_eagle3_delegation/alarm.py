@@ -8,10 +8,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from sglang_patches.draft import shapes
+from sglang_patches.draft.shapes import value
 from sglang_patches.runtime import _outcome, _ranks
-from sglang_patches.runtime.kimi_k25_eagle3_delegation import shapes, startup
+from sglang_patches.runtime.kimi_k25_eagle3_delegation import startup
 from sglang_patches.runtime.kimi_k25_eagle3_delegation.settings import WINDOW, alarm_settings
-from sglang_patches.runtime.kimi_k25_eagle3_delegation.shapes import value
 
 
 class AcceptWindow:

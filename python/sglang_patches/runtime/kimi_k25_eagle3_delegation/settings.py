@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 
-from sglang_patches.runtime.kimi_k25_eagle3_delegation.contract import DraftContractError
+from sglang_patches.draft.refusal import CONTRACT, DraftContractError, only_warns
 
-CONTRACT = "SGLANG_PATCHES_DRAFT_CONTRACT"
+__all__ = ["CONTRACT", "SECONDS", "THRESHOLD", "WINDOW", "alarm_settings", "only_warns"]
+
 WINDOW = "SGLANG_PATCHES_ACCEPT_WINDOW"
 SECONDS = "SGLANG_PATCHES_ACCEPT_SECONDS"
 THRESHOLD = "SGLANG_PATCHES_ACCEPT_ALARM"
@@ -15,17 +16,6 @@ THRESHOLD = "SGLANG_PATCHES_ACCEPT_ALARM"
 _PASSES, _LOWEST = 512, 1.1
 # 512 passes are 11 cycles of 48 requests, less than a second: a burst of random text is no broken draft.
 _SUSTAINED = 60.0
-
-
-def only_warns() -> bool:
-    """Whether `CONTRACT` asks to serve what would be refused.
-
-    Raises DraftContractError for any value but ``refuse`` (the default) and ``warn``.
-    """
-    chosen = os.environ.get(CONTRACT, "refuse")
-    if chosen not in ("refuse", "warn"):
-        raise DraftContractError(f"{CONTRACT} is {chosen!r}, expected 'refuse' or 'warn'; unset it to refuse")
-    return chosen == "warn"
 
 
 def alarm_settings() -> tuple[int, float, float]:

@@ -10,17 +10,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_patches.runtime import _outcome, _ranks
-from sglang_patches.runtime.kimi_k25_eagle3_delegation import shapes
-from sglang_patches.runtime.kimi_k25_eagle3_delegation.checkpoint import (
+from sglang_patches.draft import shapes
+from sglang_patches.draft.checkpoint import (
     Checkpoint,
     UnreadableCheckpoint,
     local_folder,
     read_headers,
 )
-from sglang_patches.runtime.kimi_k25_eagle3_delegation.contract import DraftContractError, Finding, Pair, check
+from sglang_patches.draft.contract import Finding, Pair, check
+from sglang_patches.draft.refusal import DraftContractError
+from sglang_patches.draft.shapes import value
+from sglang_patches.runtime import _outcome, _ranks
 from sglang_patches.runtime.kimi_k25_eagle3_delegation.settings import CONTRACT, alarm_settings, only_warns
-from sglang_patches.runtime.kimi_k25_eagle3_delegation.shapes import value
 
 PATCH = "kimi-k25-eagle3-delegation"
 WRAPPER = "KimiK25ForConditionalGeneration"
@@ -87,6 +88,7 @@ def make_pair(server_args: Any, target: Any, draft: Any, readable: bool = True) 
     Raises `UnreadableCheckpoint`.
     """
     from sglang.srt.environ import envs
+    from sglang.srt.utils.common import get_device_sm
     from sglang.srt.utils.hf_transformers.common import get_context_length
     from sglang.utils import is_in_ci
 
@@ -100,8 +102,12 @@ def make_pair(server_args: Any, target: Any, draft: Any, readable: bool = True) 
         draft_positions=get_context_length(draft.hf_text_config),
         longer_allowed=bool(envs.SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN.get() or is_in_ci()),
         served_dtype=str(draft.dtype).removeprefix("torch."),
+        # A GPU below sm80 is served in float16, whatever was asked for (`maybe_downgrade_dtype_for_legacy_gpu`).
+        target_dtype="" if 0 < get_device_sm() < 80 else str(target.dtype).removeprefix("torch."),
         # Set by patch deepseek-v2-embedding-capture where it is on.
         ids_settled=getattr(draft, "aux_layer_request", None) is not None,
+        # Set by patch llama-eagle3-draft-loading where it is on.
+        conventions_read=getattr(draft.hf_config, "draft_reading", None) is not None,
     )
 
 

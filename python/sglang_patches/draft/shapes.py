@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,10 +99,34 @@ def expected(draft: Any, architecture: str) -> Shapes | None:
         attention = _mla(draft, hidden) if architecture == MLA else _gqa(draft, hidden, layer)
         table |= {f"layers.{layer}.self_attn.{name}.weight": shape for name, shape in attention.items()}
         table |= {f"layers.{layer}.mlp.{name}.weight": shape for name, shape in _mlp(draft, hidden).items()}
+        if architecture == LLAMA and (value(draft, "attention_bias", False) or value(draft, "bias", False)):
+            # Upstream makes this one (models/llama.py), and replaces the projections before it by ones without.
+            table[f"layers.{layer}.self_attn.o_proj.bias"] = (hidden,)
         norms = ["hidden_norm", "post_attention_layernorm"]
         # Later layers have no embedding input, so their input_layernorm does nothing.
         norms += ["input_layernorm"] if layer == 0 else []
         table |= {f"layers.{layer}.{norm}.weight": (hidden,) for norm in norms}
+    return table
+
+
+# Projections that some checkpoints store as one, by rows in this order.
+_FUSED = {
+    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "self_attn.fused_qkv_a_proj_with_mqa": ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"),
+    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+}
+
+
+def as_stored(table: Shapes, there: Container[str]) -> Shapes:
+    """`table` (of `expected`) with projections as one where the names `there` have them as one and not apart."""
+    table = dict(table)
+    for layer in layers_in(list(table)):
+        for whole, parts in _FUSED.items():
+            names = [f"layers.{layer}.{part}.weight" for part in parts]
+            fused = f"layers.{layer}.{whole}.weight"
+            if fused in there and all(name in table for name in names) and not any(name in there for name in names):
+                shapes = [table.pop(name) for name in names]
+                table[fused] = (sum(shape[0] for shape in shapes), *shapes[0][1:])
     return table
 
 
@@ -155,7 +180,7 @@ def _mlp(draft: Any, hidden: int) -> Shapes:
 # Not for upstream to take: the mask beside d2t, rotary tables that it computes, the verifier's own of `speculators`.
 _IDLE = re.compile(r"(^|\.)(t2d|inv_freq|cos_cached|sin_cached)$|rotary_emb\.|(^|\.)verifier_")
 _TAKEN = re.compile(
-    r"(^|\.)(d2t|lm_head\.weight|embed_tokens\.weight)$|\.(qkv_proj|gate_up_proj|input_layernorm)\.|\.bias$"
+    r"(^|\.)(d2t|lm_head\.weight|embed_tokens\.weight)$|\.(qkv_proj|gate_up_proj)\.|\.input_layernorm\.weight$"
 )
 
 
@@ -164,9 +189,9 @@ def idle(name: str) -> bool:
     return _IDLE.search(name) is not None
 
 
-def taken_or_idle(name: str) -> bool:
-    """Whether a draft may have this tensor beside those of `expected`."""
-    return idle(name) or _TAKEN.search(name) is not None
+def taken_or_idle(name: str, biases: bool = True) -> bool:
+    """Whether a draft may have this tensor beside those of `expected`; `biases`: any bias may be."""
+    return idle(name) or _TAKEN.search(name) is not None or (biases and name.endswith(".bias"))
 
 
 def layers_in(names: list[str]) -> set[int]:

@@ -14,18 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sglang_patches.runtime.kimi_k25_eagle3_delegation import shapes
-from sglang_patches.runtime.kimi_k25_eagle3_delegation.checkpoint import Checkpoint, UnreadableCheckpoint
-from sglang_patches.runtime.kimi_k25_eagle3_delegation.shapes import LLAMA, MLA, value
+from sglang_patches.draft import conventions, dtypes, shapes, vocabulary
+from sglang_patches.draft.checkpoint import Checkpoint, UnreadableCheckpoint
+from sglang_patches.draft.shapes import LLAMA, MLA, value
 
 # Embedding tables are padded to a multiple of this (upstream's layers/vocab_parallel_embedding.py).
 _VOCAB_PADDING = 64
-_FLOATS = {"BF16": 16, "F16": 16, "F32": 32, "F64": 64}
 _INTEGERS = ("I64", "I32", "I16", "U32", "U16")
-
-
-class DraftContractError(ValueError):
-    """This draft cannot work with this target. The message names every reason, file and key, and is complete alone."""
 
 
 class Finding(NamedTuple):
@@ -47,8 +42,10 @@ class Pair:
         context_length: positions that the target is served with.
         draft_positions: positions that the draft's configuration allows, as upstream counts them.
         longer_allowed: whether upstream may override `draft_positions` (``SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN``).
-        served_dtype: dtype the draft is served in, such as ``bfloat16``.
+        served_dtype, target_dtype: what the draft and the target are served in, such as ``bfloat16``; empty: not known.
         ids_settled: patch deepseek-v2-embedding-capture is on, which gives ids their meaning and checks them.
+        conventions_read: `draft` is as `conventions.read_config` gives it, and patch llama-eagle3-draft-loading, which
+            takes names and vocabularies in every convention known there and leaves out nothing, loads the weights.
     """
 
     draft_path: str
@@ -60,7 +57,9 @@ class Pair:
     draft_positions: int
     longer_allowed: bool
     served_dtype: str
+    target_dtype: str = ""
     ids_settled: bool = False
+    conventions_read: bool = False
 
     @property
     def architecture(self) -> str:
@@ -88,6 +87,11 @@ class Pair:
         """The name of the checkpoint's tensor that is called `ending`, whatever precedes it."""
         names = self.checkpoint.tensors if self.checkpoint else {}
         return next((name for name in names if name == ending or name.endswith(f".{ending}")), None)
+
+    def where(self, name: str) -> str:
+        """A tensor of the checkpoint, for messages."""
+        assert self.checkpoint is not None
+        return f"tensor {name} of {self.checkpoint.tensors[name].file.name}"
 
 
 def check(pair: Pair) -> list[Finding]:
@@ -143,7 +147,7 @@ def _captured(pair: Pair) -> Iterator[Finding]:
                     f"target with num_hidden_layers {layers}, and stops at the first request; patch "
                     "deepseek-v2-embedding-capture reads -1 as the embedding's output",
                 )
-        if len(set(ids)) != len(ids):
+        if len(set(ids)) != len(ids) and not pair.ids_settled:
             yield Finding(
                 False,
                 f"config.json {key} is {ids}: upstream 0.5.23 captures a layer that is named twice once, and stops at "
@@ -166,7 +170,7 @@ def _captured(pair: Pair) -> Iterator[Finding]:
         if shape != wanted and not pair.quantized:
             yield Finding(
                 True,
-                f"{_where(pair, name)} has shape {list(shape)}, expected {list(wanted)}: hidden_size {sizes.hidden} x "
+                f"{pair.where(name)} has shape {list(shape)}, expected {list(wanted)}: hidden_size {sizes.hidden} x "
                 f"({number} captured states by {source}, times target hidden size {sizes.target_hidden})",
             )
 
@@ -183,23 +187,29 @@ def _vocabulary(pair: Pair) -> Iterator[Finding]:
         )
     size = value(pair.draft, "draft_vocab_size")
     tied = value(pair.draft, "tie_word_embeddings", False)
-    nested = value(pair.draft, "text_config") is not None
-    if pair.architecture == LLAMA and not tied and not nested and not hasattr(pair.draft, "draft_vocab_size"):
+    unsaid = value(pair.draft, "text_config") is None and not hasattr(pair.draft, "draft_vocab_size")
+    if pair.architecture == LLAMA and not tied and unsaid and not pair.conventions_read:
         yield Finding(
             True,
             f"config.json has no draft_vocab_size, which upstream's {LLAMA} reads: add the rows of the draft's "
             "lm_head, or null for a draft that uses the target's",
         )
+    if tied and size is not None and int(size) != draft:
+        yield Finding(
+            True,
+            f"config.json tie_word_embeddings makes the embedding of {draft} rows (vocab_size) the head, but "
+            f"draft_vocab_size is {size}",
+        )
     if size is not None and int(size) > target:
         yield Finding(True, f"config.json draft_vocab_size is {size}, but the target's vocab_size is {target}")
     head = pair.tensor("lm_head.weight")
     if head and pair.checkpoint and not pair.quantized:
-        rows = pair.checkpoint.tensors[head].shape[0]
+        rows = (pair.checkpoint.tensors[head].shape or (0,))[0]
         if rows != pair.draft_vocab and not tied:
             said = (
                 f"draft_vocab_size is {size}" if size is not None else f"vocab_size is {draft} and no draft_vocab_size"
             )
-            yield Finding(True, f"{_where(pair, head)} has {rows} rows, but config.json {said}")
+            yield Finding(True, f"{pair.where(head)} has {rows} rows, but config.json {said}")
 
 
 def _maps(pair: Pair) -> Iterator[Finding]:
@@ -208,7 +218,9 @@ def _maps(pair: Pair) -> Iterator[Finding]:
     target, size = int(value(pair.target, "vocab_size")), pair.draft_vocab
     name = pair.tensor("d2t")
     if name is None:
-        if size < target:
+        if size < target and not (
+            pair.conventions_read and vocabulary.by_mask(mask_of(pair), size, target) is not None
+        ):
             yield Finding(
                 True,
                 f"config.json draft_vocab_size is {size} of the target's {target}, but no tensor d2t in "
@@ -219,58 +231,22 @@ def _maps(pair: Pair) -> Iterator[Finding]:
     if info.dtype not in _INTEGERS or info.shape != (size,):
         yield Finding(
             True,
-            f"{_where(pair, name)} has dtype {info.dtype} and shape {list(info.shape)}, expected integers (I64) of "
+            f"{pair.where(name)} has dtype {info.dtype} and shape {list(info.shape)}, expected integers (I64) of "
             f"shape [{size}] (draft_vocab_size)",
         )
         return
-    import torch
-
-    offsets = pair.checkpoint.read(name).long()
-    ids = offsets + torch.arange(size)
-    low, high = int(ids.min()), int(ids.max())
-    if low < 0 or high >= target:
-        absolute = bool(((offsets >= 0) & (offsets < target)).all()) and offsets.unique().numel() == size
-        hint = "; these look like token ids themselves, not offsets from the draft's own ids" if absolute else ""
-        yield Finding(
-            True,
-            f"{_where(pair, name)} + position gives token ids from {low} to {high}, but the target has ids 0 to "
-            f"{target - 1}{hint}",
-        )
-        return
-    distinct = ids.unique().numel()
-    if distinct != size:
-        yield Finding(
-            True,
-            f"{_where(pair, name)} gives {distinct} different token ids to {size} draft tokens; each needs its own",
-        )
-        return
-    mask = _mask(pair)
-    if not bool((ids.diff() > 0).all()):
-        at = int((ids.diff() <= 0).nonzero()[0]) + 1
-        # A mask keeps no order but the ascending one, so a draft that was trained with one has ascending ids.
-        yield Finding(
-            mask is not None,
-            f"{_where(pair, name)} gives token ids out of order (draft token {at} is {int(ids[at])} after "
-            f"{int(ids[at - 1])}), but draft vocabularies are cut out of the target's in ascending order",
-        )
-    elif mask is not None and mask.numel() == target and not torch.equal(mask.nonzero().flatten(), ids):
-        there = int(mask.sum())
-        yield Finding(
-            there == size,
-            f"tensor t2d marks {there} tokens of the target and d2t names {size}: {int(mask[ids].sum())} are in both",
-        )
-    elif mask is not None and mask.numel() != target:
-        yield Finding(
-            mask.numel() <= high, f"tensor t2d has {mask.numel()} entries, but the target's vocab_size is {target}"
-        )
+    stored, mask = pair.checkpoint.read(name).astype("int64").reshape(-1), mask_of(pair)
+    read_as: vocabulary.Form = vocabulary.form(stored, mask, target) if pair.conventions_read else "offsets"
+    for refuse, text in vocabulary.findings(stored, mask, target, pair.where(name), read_as):
+        yield Finding(refuse, text)
 
 
-def _mask(pair: Pair) -> Any:
+def mask_of(pair: Pair) -> Any:
     """``t2d`` as bool ``[target vocabulary]``; None where absent, of another kind, or all false (never filled in)."""
     name = pair.tensor("t2d")
     if name is None or pair.checkpoint is None or pair.checkpoint.tensors[name].dtype != "BOOL":
         return None
-    mask = pair.checkpoint.read(name).flatten()
+    mask = pair.checkpoint.read(name).reshape(-1).astype(bool)
     return mask if bool(mask.any()) else None
 
 
@@ -283,9 +259,15 @@ def _tensors(pair: Pair) -> Iterator[Finding]:
     table = shapes.expected(pair.draft, pair.architecture)
     if pair.checkpoint is None or table is None or pair.quantized:
         return
-    there = {shapes.canonical(name, pair.architecture): name for name in pair.checkpoint.tensors}
+    if pair.conventions_read:
+        there = conventions.view(pair.checkpoint.tensors)
+        table = shapes.as_stored(table, there)
+        for twins in conventions.twice(pair.checkpoint.tensors):
+            yield Finding(True, f"{twins} of {pair.checkpoint.folder} are the same parameter")
+    else:
+        there = {shapes.canonical(name, pair.architecture): name for name in pair.checkpoint.tensors}
     found = shapes.layers_in(list(there))
-    if found != set(range(layers)):
+    if found != set(range(layers)) and (found or not pair.conventions_read):
         yield Finding(
             True,
             f"config.json num_hidden_layers is {layers}, but {pair.checkpoint.folder} has tensors of layers "
@@ -305,30 +287,43 @@ def _tensors(pair: Pair) -> Iterator[Finding]:
             f"{pair.checkpoint.folder} has no layers.0.hidden_norm.weight; upstream's {pair.architecture} normalises "
             "the target's hidden state all the same, with weight 1",
         )
-    if missing and not fused:
+    if missing and (pair.conventions_read or not fused):
         moe = any(".experts." in name for name in there)
         kind = " (the draft is a mixture of experts, which upstream's draft classes are not)" if moe else ""
         yield Finding(
-            True, f"{pair.checkpoint.folder} has no tensor for {len(missing)} parameters{kind}: {', '.join(missing)}"
+            True,
+            f"{pair.checkpoint.folder} has no tensor for {len(missing)} parameters{kind}: "
+            + ", ".join(f"{name} {list(table[name])}" if pair.conventions_read else name for name in missing),
         )
-    unknown = sorted(
-        name for canonical, name in there.items() if canonical not in table and not shapes.taken_or_idle(canonical)
-    )
-    if unknown and not missing:
+    unknown = sorted(name for name in there if name not in table and not _known(pair, name, table))
+    if unknown and (pair.conventions_read or not missing):
+        told = [
+            f"{there[name]} {list(pair.checkpoint.tensors[there[name]].shape)}"
+            if pair.conventions_read
+            else there[name]
+            for name in unknown
+        ]
         yield Finding(
-            False,
-            f"upstream's {pair.architecture} knows no {', '.join(unknown)}; a tensor that it does not take ends the "
+            pair.conventions_read,
+            f"upstream's {pair.architecture} knows no {', '.join(told)}; a tensor that it does not take ends the "
             "start when the draft is loaded",
         )
     for canonical, wanted in table.items():
         if canonical in ("fc.weight", "lm_head.weight") or canonical not in there:
             continue  # these two have rules of their own
         info = pair.checkpoint.tensors[there[canonical]]
-        if info.dtype in _FLOATS and info.shape != wanted:
+        if info.dtype in (*dtypes.FLOATS, *conventions.EIGHT_BITS) and info.shape != wanted:
             yield Finding(
                 True,
-                f"{_where(pair, there[canonical])} has shape {list(info.shape)}, config.json makes it {list(wanted)}",
+                f"{pair.where(there[canonical])} has shape {list(info.shape)}, config.json makes it {list(wanted)}",
             )
+
+
+def _known(pair: Pair, name: str, table: shapes.Shapes) -> bool:
+    """Whether somebody takes the tensor of this canonical name, which no parameter of `table` is, or none needs to."""
+    if not pair.conventions_read:
+        return shapes.taken_or_idle(name)
+    return shapes.taken_or_idle(name, biases=False) or conventions.scaled(name) in table
 
 
 def _positions(pair: Pair) -> Iterator[Finding]:
@@ -349,22 +344,8 @@ def _positions(pair: Pair) -> Iterator[Finding]:
 
 
 def _dtypes(pair: Pair) -> Iterator[Finding]:
-    if pair.checkpoint is None or pair.quantized:
-        return
-    tensors = {name: info for name, info in pair.checkpoint.tensors.items() if name.rpartition(".")[2] == "weight"}
-    odd = sorted(name for name, info in tensors.items() if info.dtype not in _FLOATS)
-    if odd:
-        yield Finding(
-            True,
-            f"{_where(pair, odd[0])} has dtype {tensors[odd[0]].dtype} ({len(odd)} such tensors), but config.json "
-            "has no quantization_config that says how to read it",
-        )
-    kinds = sorted({info.dtype for info in tensors.values() if info.dtype in _FLOATS})
-    narrow = pair.served_dtype in ("bfloat16", "float16")
-    if narrow and any(_FLOATS[kind] > 16 or (kind, pair.served_dtype) == ("BF16", "float16") for kind in kinds):
-        yield Finding(
-            False, f"weights are {', '.join(kinds)} and served in {pair.served_dtype}, which rounds or overflows"
-        )
+    for refuse, text in dtypes.findings(pair):
+        yield Finding(refuse, text)
 
 
 def _tokenizers(pair: Pair) -> Iterator[Finding]:
@@ -377,15 +358,12 @@ def _tokenizers(pair: Pair) -> Iterator[Finding]:
 
 
 def _unread(pair: Pair) -> Iterator[Finding]:
+    if pair.conventions_read:
+        return
     if pair.architecture == LLAMA and value(pair.draft, "norm_before_residual", False):
         yield Finding(
             False, f"config.json norm_before_residual is true, but upstream's {LLAMA} adds the residual before the norm"
         )
-
-
-def _where(pair: Pair, name: str) -> str:
-    assert pair.checkpoint is not None
-    return f"tensor {name} of {pair.checkpoint.tensors[name].file.name}"
 
 
 _RULES: tuple[Callable[[Pair], Iterator[Finding]], ...] = (

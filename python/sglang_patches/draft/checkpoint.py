@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import torch
+    import numpy as np
+    from numpy.typing import NDArray
 
 INDEX = "model.safetensors.index.json"
 _SNAPSHOTS = "snapshots"
@@ -36,12 +37,20 @@ class Checkpoint:
     folder: Path
     tensors: dict[str, TensorInfo]
 
-    def read(self, name: str) -> torch.Tensor:
-        """One tensor, on the CPU."""
+    def read(self, name: str) -> NDArray[np.generic]:
+        """One tensor of integers or bools.
+
+        Raises `UnreadableCheckpoint`.
+        """
         import safetensors
 
-        with safetensors.safe_open(self.tensors[name].file, framework="pt", device="cpu") as file:
-            return file.get_tensor(name)
+        try:
+            with safetensors.safe_open(self.tensors[name].file, framework="np") as file:
+                return file.get_tensor(name)
+        except (OSError, safetensors.SafetensorError) as error:
+            raise UnreadableCheckpoint(
+                f"{self.tensors[name].file} is no readable safetensors file ({error}): download the draft again"
+            ) from error
 
 
 def _header(file: Path) -> dict[str, TensorInfo]:
@@ -51,12 +60,15 @@ def _header(file: Path) -> dict[str, TensorInfo]:
             if length > _LONGEST_HEADER:
                 raise ValueError(f"header of {length} bytes")
             entries: dict[str, Any] = json.loads(opened.read(length))
-        return {
-            name: TensorInfo(entry["dtype"], tuple(entry["shape"]), file)
-            for name, entry in entries.items()
-            if name != "__metadata__"
-        }
-    except (OSError, ValueError, struct.error, AttributeError, KeyError, TypeError) as error:
+        entries.pop("__metadata__", None)
+        size, wanted = (
+            file.stat().st_size,
+            8 + length + max((e["data_offsets"][1] for e in entries.values()), default=0),
+        )
+        if size < wanted:
+            raise ValueError(f"it has {size} bytes of the {wanted} that its header tells of")
+        return {name: TensorInfo(entry["dtype"], tuple(entry["shape"]), file) for name, entry in entries.items()}
+    except (OSError, ValueError, struct.error, AttributeError, KeyError, TypeError, IndexError) as error:
         raise UnreadableCheckpoint(
             f"{file} is no readable safetensors file ({error}): download the draft again"
         ) from error
