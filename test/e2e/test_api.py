@@ -290,7 +290,8 @@ def test_server_info_tells_patch_set_and_accept_length(spec_server: Server, clie
     assert answer.usage.completion_tokens - 1 <= accepted < answer.usage.completion_tokens + 8
     assert after["verify_passes"] - before["verify_passes"] < accepted
     assert after["accept_length"] == after["accepted_tokens"] / after["verify_passes"]
-    assert after["outcomes"]["pcie-nccl-allreduce"]["result"] == "not needed"  # one rank has no all-reduce
+    for patch in ("pcie-nccl-allreduce", "allreduce-fusion-gate"):
+        assert after["outcomes"][patch]["result"] == "not needed"  # one rank has no all-reduce
 
 
 def test_server_info_tells_the_provenance_document(spec_server: Server) -> None:

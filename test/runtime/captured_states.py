@@ -14,8 +14,11 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 os.environ |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
 
@@ -198,6 +201,64 @@ def record(runner: Any) -> dict[str, tuple[list[list[int]], torch.Tensor]]:
     return found
 
 
+@contextmanager
+def fused_all_reduce(sums: bool = True) -> Iterator[list[int]]:
+    """Upstream's path for fused all-reduce; the kernel is its definition in torch: sum over ranks, add, RMSNorm.
+
+    Args:
+        sums: whether that kernel sums over the ranks at all.
+
+    Yields:
+        The rows of each call.
+    """
+    from sglang.srt.layers import flashinfer_comm_fusion
+    from sglang.srt.layers.layer_boundary.residual import add_norm
+    from sglang.srt.runtime_context import get_exec
+
+    calls: list[int] = []
+
+    def kernel(
+        input_tensor: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        max_token_num: int,
+        use_attn_tp_group: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        calls.append(len(input_tensor))
+        _, _, group = flashinfer_comm_fusion.resolve_fusion_group(use_attn_tp_group=use_attn_tp_group)
+        summed = input_tensor.clone()
+        if sums:
+            torch.distributed.all_reduce(summed, group=group.cpu_group)
+        whole = summed + residual
+        return whole * torch.rsqrt(whole.square().mean(-1, keepdim=True) + eps) * weight, whole
+
+    with (
+        mock.patch.multiple(add_norm, _is_sm90_supported=True, _is_flashinfer_available=True),
+        mock.patch.object(flashinfer_comm_fusion, "flashinfer_allreduce_residual_rmsnorm", kernel),
+        get_exec().comm.override(flashinfer_allreduce_fusion_backend="trtllm"),
+    ):
+        yield calls
+
+
+def record_fused(runner: Any) -> dict[str, Any]:
+    """What `main` writes about the fused path."""
+    from sglang_patches.runtime.allreduce_fusion_gate import captured
+
+    found: dict[str, Any] = {}
+    captured.expect()
+    with fused_all_reduce() as calls:
+        found["fused"] = record(runner)
+    found |= {"fused calls": len(calls), "alike": captured._Expected.share, "parts": ""}
+    captured.expect()
+    with fused_all_reduce(sums=False):
+        try:
+            record(runner)
+        except captured.PartialSumCaptured as error:
+            found["parts"] = str(error)
+    return found
+
+
 def main(rank: int, tp: int, port: int, folder: Path, lists: list[str]) -> None:
     from sglang.srt.layers.layer_boundary.residual.stream import OwedOutput
 
@@ -216,6 +277,12 @@ def main(rank: int, tp: int, port: int, folder: Path, lists: list[str]) -> None:
         runner.model.set_eagle3_layers_to_capture(LayerIds(Request(ids, "the test", "layer-output", "the test")))
         with torch.inference_mode():
             found[text] = record(runner)
+    if tp > 1:
+        text = lists[0]
+        ids = tuple(int(part) for part in text.split(","))
+        runner.model.set_eagle3_layers_to_capture(LayerIds(Request(ids, "the test", "layer-output", "the test")))
+        with torch.inference_mode():
+            found |= record_fused(runner)
     torch.save(found, folder / f"rank{rank}.pt")
 
 

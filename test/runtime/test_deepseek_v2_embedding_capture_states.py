@@ -9,7 +9,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -23,10 +23,12 @@ EVERY_LEGAL_ID = tuple(range(-1, LAYERS - 1))
 OUT_OF_ORDER = (8, -1, 8, 0)
 UPSTREAMS_OWN = (1, 5, 8)
 KINDS = ["prefill", "chunked prefill", "cached prefix", "decode", "verify a chain", "verify a tree"]
+# What `captured_states.py` says of upstream's path for fused all-reduce.
+FUSED = ("fused", "fused calls", "alike", "parts")
 States: TypeAlias = dict[str, tuple[list[list[int]], torch.Tensor]]
 
 
-def captured(folder: Path, tp: int, *lists: tuple[int, ...]) -> list[dict[tuple[int, ...], States]]:
+def captured(folder: Path, tp: int, *lists: tuple[int, ...]) -> list[dict[Any, Any]]:
     """By rank and list of ids: what `captured_states.py` found.
 
     With several ranks layers must have left their sums to the next: only then a partial sum could have been captured.
@@ -37,7 +39,11 @@ def captured(folder: Path, tp: int, *lists: tuple[int, ...]) -> list[dict[tuple[
     assert done.returncode == 0, done.stderr[-4000:]
     ranks = [torch.load(folder / f"rank{rank}.pt") for rank in range(tp)]
     assert all((found["deferred"] > 0) == (tp > 1) for found in ranks)
-    return [{ids: found[text] for ids, text in zip(lists, texts, strict=True)} for found in ranks]
+    told = [{ids: found[text] for ids, text in zip(lists, texts, strict=True)} for found in ranks]
+    return [
+        states | {name: found[name] for name in FUSED if name in found}
+        for states, found in zip(told, ranks, strict=True)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +53,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, ...], Sta
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[int, ...], States]]:
+def pair(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
     """Two tensor-parallel ranks."""
     return captured(tmp_path_factory.mktemp("tp2"), 2, EVERY_LEGAL_ID)
 
@@ -99,6 +105,22 @@ def test_no_rank_captures_a_partial_sum(
 ) -> None:
     """With two ranks each layer's attention and experts are sums over both, and so is the embedding."""
     check(reference, pair[rank][EVERY_LEGAL_ID], kind, EVERY_LEGAL_ID)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_rank_captures_a_partial_sum_where_all_reduce_is_fused(
+    pair: list[dict[Any, Any]], reference: Reference, kind: str, rank: int
+) -> None:
+    """Upstream's own path, whose kernel (here in torch) sums over the ranks after a layer has ended."""
+    assert pair[rank]["fused calls"] > 2 * LAYERS
+    check(reference, pair[rank]["fused"], kind, EVERY_LEGAL_ID)
+
+
+def test_ranks_find_out_whether_they_captured_parts_of_sums(pair: list[dict[Any, Any]]) -> None:
+    for rank in (0, 1):
+        assert pair[rank]["alike"] == 0.0
+        assert "captured hidden states are not whole sums" in pair[rank]["parts"]
 
 
 def test_the_comparison_tells_neighbouring_layers_apart(

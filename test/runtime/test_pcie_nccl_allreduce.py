@@ -242,9 +242,9 @@ import torch.distributed as dist
 rank, control_port, decided = int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
 from sglang.srt.distributed.device_communicators import pcie_ipc_ar, pynccl
 from sglang.srt.distributed.parallel_state import init_model_parallel_group
-from sglang_patches.runtime import _outcome, pcie_nccl_allreduce
+from sglang_patches.runtime import _agreement, _outcome, pcie_nccl_allreduce
 from sglang_patches.runtime.pcie_nccl_allreduce import agreement
-agreement._RANK_WAIT = timedelta(seconds=5)
+_agreement._RANK_WAIT = timedelta(seconds=5)
 control = dist.TCPStore("127.0.0.1", control_port, 2, rank == 0, timedelta(seconds=100))
 def come_late():
     control.wait([f"done {turn} 0"])
@@ -388,14 +388,14 @@ def test_a_rank_that_comes_when_the_others_gave_up_gives_up_too(ranks: Any) -> N
 def test_a_store_of_a_file_says_that_a_rank_did_not_come_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch.distributed as dist
 
-    from sglang_patches.runtime.pcie_nccl_allreduce import agreement
+    from sglang_patches.runtime import _agreement
 
     store = dist.FileStore(str(tmp_path / "store"), 2)
     monkeypatch.setattr("torch.distributed.distributed_c10d._get_default_store", lambda: store)
-    monkeypatch.setattr(agreement, "_RANK_WAIT", timedelta(seconds=1))
-    assert agreement.exchange("settings", "mine", 0, [0, 1]) == {0: "mine", 1: None}
-    assert agreement.first_verdict("settings", "", [0, 1]) == ""
-    assert agreement.first_verdict("settings", "late", [0, 1]) == ""
+    monkeypatch.setattr(_agreement, "_RANK_WAIT", timedelta(seconds=1))
+    assert _agreement.exchange("settings", "mine", 0, [0, 1]) == {0: "mine", 1: None}
+    assert _agreement.first_verdict("settings", "", [0, 1]) == ""
+    assert _agreement.first_verdict("settings", "late", [0, 1]) == ""
 
 
 @pytest.mark.parametrize(

@@ -5,19 +5,14 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from datetime import timedelta
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from sglang_patches.nccl import profile
 from sglang_patches.runtime import _outcome
+from sglang_patches.runtime._agreement import exchange, first_verdict
 from sglang_patches.runtime.pcie_nccl_allreduce import decision as decisions
 from sglang_patches.runtime.pcie_nccl_allreduce import guard
-
-# Ranks meet when the group is made, just before they compare, so a rank that takes longer will hardly come. Should it
-# come all the same, it takes the verdict that the others reached without it (`first_verdict`).
-_RANK_WAIT = timedelta(seconds=300)
-_KEY = "sglang_patches/nccl"
 
 
 class NcclSettingsMismatch(RuntimeError):
@@ -59,43 +54,6 @@ def after_communicators(coordinator: Any, group_name: str) -> None:
     guard.expect(None)
     if coordinator.rank_in_group == 0:
         _tell(wanted, len(coordinator.ranks), guard.follows(coordinator.pynccl_comm))
-
-
-def exchange(name: str, mine: str, rank: int, ranks: Sequence[int]) -> dict[int, str | None]:
-    """What every rank of a group says under `name`, by global rank; None for one that says nothing in time.
-
-    Every rank of `ranks` must call it, each `name` once. Needs the default process group. A rank that comes later than
-    the others wait hears them all, while they did not hear it: decide with `first_verdict`.
-    """
-    from torch.distributed.distributed_c10d import _get_default_store
-
-    store = _get_default_store()
-    group = _key(name, ranks)
-    store.set(f"{group}/{rank}", mine)
-    said: dict[int, str | None] = {}
-    for other in ranks:
-        key = f"{group}/{other}"
-        try:
-            store.wait([key], _RANK_WAIT if None not in said.values() else timedelta(seconds=1))
-            said[other] = store.get(key).decode()
-        except RuntimeError as error:  # DistStoreError of a TCPStore; a FileStore raises no more than this
-            if "timeout" not in str(error).lower():
-                raise
-            said[other] = None
-    return said
-
-
-def first_verdict(name: str, mine: str, ranks: Sequence[int]) -> str:
-    """The verdict of the rank that was the first to reach one under `name`, for all ranks of a group alike."""
-    from torch.distributed.distributed_c10d import _get_default_store
-
-    # The marker keeps an empty verdict from looking like none.
-    told = _get_default_store().compare_set(f"{_key(name, ranks)}/verdict", "", f"={mine}")
-    return told.decode()[1:]
-
-
-def _key(name: str, ranks: Sequence[int]) -> str:
-    return f"{_KEY}/{name}/{'-'.join(map(str, ranks))}"
 
 
 def process_environment(name: str) -> str | None:

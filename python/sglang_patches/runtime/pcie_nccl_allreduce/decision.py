@@ -6,7 +6,7 @@ import ctypes
 import json
 import logging
 import os
-from collections.abc import Iterator, MutableMapping
+from collections.abc import MutableMapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 
 from sglang_patches.nccl import profile, topology
 from sglang_patches.runtime import _outcome
+from sglang_patches.runtime._ranks import gpu_positions
 
 logger = logging.getLogger("sglang_patches")
 
@@ -105,7 +106,7 @@ def prepare(cfg: Any, environ: MutableMapping[str, str] = os.environ) -> Decisio
         )
         return None
     try:
-        groups = [host.subset(ranks) for ranks in _tensor_parallel_groups(cfg)]
+        groups = [host.subset(ranks) for ranks in gpu_positions(cfg)]
     except IndexError as error:
         _outcome.record(PATCH, "failed", f"the server asks for more GPUs than are visible: {error}; nothing is set")
         return None
@@ -172,15 +173,6 @@ def _no_concern(cfg: Any) -> str:
     if cfg.elastic_ep_backend is not None:
         return f"elastic expert parallelism ({cfg.elastic_ep_backend}) makes communicators while serving"
     return ""
-
-
-def _tensor_parallel_groups(cfg: Any) -> Iterator[list[int]]:
-    """GPU positions of each tensor-parallel group, as in upstream's engine.py and data_parallel_controller.py."""
-    size, step = cfg.tp_size, cfg.gpu_id_step
-    for replica in range(cfg.dp_size):
-        for stage in range(cfg.pp_size):
-            first = cfg.base_gpu_id + replica * size * cfg.pp_size * step + stage * size
-            yield [first + rank * step for rank in range(size)]
 
 
 def _decide(

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from sglang_patches.runtime.pcie_nccl_allreduce.agreement import exchange, first_verdict
+from sglang_patches.runtime._agreement import exchange, first_verdict
 
 logger = logging.getLogger("sglang_patches")
 
