@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Literal, get_args
@@ -17,13 +17,26 @@ from sglang_patches.upstream import digest
 Default = Literal["on", "off", "no-gpu"]
 
 REQUIRED_FIELDS = ("Description", "Why", "Forwarded", "Last-Update", "Remove-When", "Default", "Pre-Image")
-OPTIONAL_FIELDS = ("Origin", "Author", "Bug", "Applied-Upstream", "Requires", "Conflicts", "Provides", "Changes")
-REPEATABLE_FIELDS = ("Pre-Image", "Bug", "Provides")
+OPTIONAL_FIELDS = (
+    "Origin",
+    "Author",
+    "Bug",
+    "Applied-Upstream",
+    "Requires",
+    "Conflicts",
+    "Provides",
+    "Changes",
+    "Lossless",
+    "Adds",
+)
+REPEATABLE_FIELDS = ("Pre-Image", "Bug", "Provides", "Adds")
 
 _NAME = re.compile(r"[a-z][a-z0-9]*(?:-[a-z0-9]+)*")
 _FIELD = re.compile(r"([A-Z][A-Za-z0-9-]*):(?: (.*))?")
 _PRE_IMAGE = re.compile(r"([0-9a-f]{64}) (sglang/\S+\.py)")
+_ADDS = re.compile(r"(sglang/\S+\.py) ([A-Za-z_][\w.]*)")
 _PROVIDES = re.compile(r"([a-z_]\w*) = ([a-z_]\w*)")
+_LEFT_OUT = re.compile(r"# Left out: (\S+) \((.*)\)\s*")
 
 
 @dataclass(frozen=True)
@@ -37,6 +50,7 @@ class Patch:
         provides: module name to the package of this distribution that stands in for it (see `activate`).
         insertions: upstream path to what the patch inserts there.
         sha256: of the patch file.
+        adds: upstream path and dotted name of what upstream lacks and the patch's code gives it (see `port`).
     """
 
     name: str
@@ -50,6 +64,7 @@ class Patch:
     pre_images: dict[str, str]
     insertions: dict[str, hunks.Insertions]
     sha256: str
+    adds: tuple[tuple[str, str], ...] = ()
 
     def field(self, name: str) -> str:
         """A field's (first) value, or the empty string."""
@@ -65,6 +80,11 @@ class Patch:
         """Patterns (`fnmatch`) of the variables and `--options` of a server that the patch itself sets."""
         return tuple(" ".join(self.fields.get("Changes", [])).replace(",", " ").split())
 
+    @property
+    def lossless(self) -> bool:
+        """Whether a server answers the same with the patch and without, rounding aside."""
+        return self.field("Lossless") != "no"
+
     @cached_property
     def touches(self) -> tuple[str, ...]:
         """Upstream paths the patch adds lines to."""
@@ -73,11 +93,16 @@ class Patch:
 
 @dataclass(frozen=True)
 class Series:
-    """The patches for one upstream release, in order."""
+    """The patches for one upstream release, in order.
+
+    Attributes:
+        left_out: patches of another lane that `sglang-patches port` did not carry to this one, and why.
+    """
 
     release: str
     folder: Path
     patches: tuple[Patch, ...]
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def by_name(self) -> dict[str, Patch]:
@@ -92,9 +117,16 @@ class Series:
 
 def unknown_patches(names: Iterable[str], series: Series) -> str:
     """The message about names that are no patches of this series."""
+    names = list(names)
+    without = "".join(
+        f"  left out   {name}: {series.left_out[name]} (`sglang-patches port`, docs/lanes.md)\n"
+        for name in names
+        if name in series.left_out
+    )
     return (
         f"unknown patch: {', '.join(names)}\n"
         f"  known      {', '.join(series.by_name) or '(none)'} (release {series.release})\n"
+        f"{without}"
         f"  remedy     correct the name; `sglang-patches list` shows what each patch does"
     )
 
@@ -110,8 +142,9 @@ def patches_folder() -> Path:
 
 
 def releases(folder: Path) -> list[str]:
-    """Upstream releases that `folder` has a series for."""
-    return sorted(entry.parent.name for entry in folder.glob("*/series"))
+    """Upstream releases that `folder` has a lane (a series) for, oldest first."""
+    found = [entry.parent.name for entry in folder.glob("*/series")]
+    return sorted(found, key=lambda name: [int(part) for part in re.findall(r"\d+", name)])
 
 
 def load(release: str, folder: Path | None = None) -> Series:
@@ -129,8 +162,9 @@ def load(release: str, folder: Path | None = None) -> Series:
         raise PatchError(
             f"no patches for SGLang {release}\n"
             f"  installed  sglang {release}\n"
-            f"  pinned     {known} (in {folder})\n"
-            f"  remedy     install the pinned release: pip install 'sglang=={known.rpartition(', ')[2]}'; "
+            f"  lanes      {known} (in {folder})\n"
+            f"  remedy     install a release with a lane: pip install 'sglang=={known.rpartition(', ')[2]}'; "
+            f"carry the patches to this one: sglang-patches port --to {release}; "
             f"or run upstream without patches: SGLANG_PATCHES=none"
         ) from None
     names = [entry for line in lines if (entry := line.partition("#")[0].strip())]
@@ -143,7 +177,13 @@ def load(release: str, folder: Path | None = None) -> Series:
         if any(patch.name == name for patch in patches):
             raise PatchError(f"{lane / 'series'}: {entry} is listed twice\n  remedy     remove one of the two lines")
         patches.append(load_patch(lane / entry))
-    return Series(release, lane, tuple(patches))
+    left_out = {match[1]: match[2] for line in lines if (match := left_out_line(line))}
+    return Series(release, lane, tuple(patches), left_out)
+
+
+def left_out_line(line: str) -> re.Match[str] | None:
+    """Match a line of a `series` that stands where a patch would, with its name and why it is left out."""
+    return _LEFT_OUT.fullmatch(line)
 
 
 def check_name(name: str) -> None:
@@ -189,6 +229,8 @@ def parse_patch(data: bytes, file: Path) -> Patch:
     default = fields["Default"][0]
     if default not in get_args(Default):
         raise _malformed(file, 1, f"Default is {default!r}, expected one of: {', '.join(get_args(Default))}")
+    if fields.get("Lossless", ["no"]) != ["no"]:
+        raise _malformed(file, 1, f"Lossless is {fields['Lossless'][0]!r}, expected 'no', or no such field")
     images = list(_matches(_PRE_IMAGE, fields["Pre-Image"], "Pre-Image", "SHA256 sglang/PATH.py", file))
     pre_images = {path: sha for sha, path in images}
     if sorted(path for _, path in images) != sorted(insertions):
@@ -209,6 +251,7 @@ def parse_patch(data: bytes, file: Path) -> Patch:
         provides=dict(_matches(_PROVIDES, fields.get("Provides", []), "Provides", "MODULE = PACKAGE", file)),
         pre_images=pre_images,
         insertions=insertions,
+        adds=tuple(_matches(_ADDS, fields.get("Adds", []), "Adds", "sglang/PATH.py NAME", file)),
         sha256=digest(data),
     )
 
@@ -245,7 +288,7 @@ def _names(values: list[str]) -> tuple[str, ...]:
 
 def _matches(
     pattern: re.Pattern[str], values: list[str], field: str, expected: str, file: Path
-) -> Iterable[tuple[str, str]]:
+) -> Iterator[tuple[str, str]]:
     for value in values:
         match = pattern.fullmatch(value)
         if match is None:

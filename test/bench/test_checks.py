@@ -190,6 +190,13 @@ def test_other_tokens_name_the_first_prompt(series: Series) -> None:
     assert check(turns, pair(series), series, "outputs")[0].startswith("outputs: greedy tokens of 2 of 3")
 
 
+def test_a_patch_that_changes_answers_is_named(series: Series) -> None:
+    turns = [turn(0, "a", "x"), turn(1, "b", "y")]
+    with pytest.raises(NotComparable, match=r"patch oea-topk, on in b, changes answers: judge its quality too\n"):
+        check(turns, pair(series, ON, "+oea-topk"), series)
+    assert "oea-topk, on in a and b" in check(turns, pair(series, "+oea-topk", "all"), series, "outputs")[0]
+
+
 def test_tokens_of_an_arms_own_turns_must_agree_too(series: Series) -> None:
     with pytest.raises(NotComparable, match=r"turn 0 \(arm a\) and turn 1 \(arm a\)"):
         check([turn(0, "a", "x"), turn(1, "a", "y")], pair(series), series)

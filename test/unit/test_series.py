@@ -18,7 +18,7 @@ PATH = "sglang/srt/one.py"
 def test_reads_every_field(sandbox: Sandbox) -> None:
     header = (
         "Default: no-gpu\nBug: https://example.org/1\nBug: https://example.org/2\nRequires: a, b\nConflicts: c\n"
-        "Provides: sgl_kernel = sgl_kernel_cpu\n"
+        "Provides: sgl_kernel = sgl_kernel_cpu\nLossless: no\nAdds: sglang/srt/one.py One.three\n"
     )
     file = sandbox.add("full", {PATH: {1: "    # x", 5: "    # y"}}, header)
     file.write_text(file.read_text().replace("Test patch full\n", "Test patch full\n More of it.\n"))
@@ -27,7 +27,9 @@ def test_reads_every_field(sandbox: Sandbox) -> None:
     assert patch.field("Description") == "Test patch full\nMore of it."
     assert patch.fields["Bug"] == ["https://example.org/1", "https://example.org/2"]
     assert (patch.default, patch.requires, patch.conflicts) == ("no-gpu", ("a", "b"), ("c",))
+    assert patch.adds == ((PATH, "One.three"),)
     assert patch.provides == {"sgl_kernel": "sgl_kernel_cpu"}
+    assert not patch.lossless
     assert patch.pre_images == {PATH: sha256(FILES[PATH].encode()).hexdigest()}
     assert patch.insertions == {PATH: (Insertion(1, (b"    # x",)), Insertion(5, (b"    # y",)))}
     assert patch.sha256 == sha256(file.read_bytes()).hexdigest()
@@ -52,6 +54,7 @@ def corrupt(sandbox: Sandbox, old: str, new: str) -> str:
     [
         ("Default: on", "Default: maybe", ":1: corrupt patch: Default is 'maybe', expected one of: on, off, no-gpu"),
         ("Default: on\n", "", ":1: corrupt patch: missing header field: Default"),
+        ("Default: on", "Default: on\nLossless: yes", "Lossless is 'yes', expected 'no', or no such field"),
         ("Why: ours", "Wy: ours", ":2: corrupt patch: unknown field 'Wy'; known: "),
         ("Why: ours", "Why: ours\nWhy: ours", ":3: corrupt patch: Why appears twice"),
         ("Why: ours", "Why ours", ":2: corrupt patch: 'Why ours' is neither 'Field: value' nor a continuation"),
@@ -73,8 +76,9 @@ def test_refuses_a_release_without_a_lane(sandbox: Sandbox) -> None:
     assert str(caught.value) == lines(
         "no patches for SGLang 0.5.22",
         "  installed  sglang 0.5.22",
-        f"  pinned     0.5.23 (in {sandbox.lane.parent})",
-        "  remedy     install the pinned release: pip install 'sglang==0.5.23'; "
+        f"  lanes      0.5.23 (in {sandbox.lane.parent})",
+        "  remedy     install a release with a lane: pip install 'sglang==0.5.23'; "
+        "carry the patches to this one: sglang-patches port --to 0.5.22; "
         "or run upstream without patches: SGLANG_PATCHES=none",
     )
 

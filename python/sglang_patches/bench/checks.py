@@ -154,10 +154,21 @@ def obstacles(turns: Sequence[Turn], arms: Sequence[Arm], series: Series, sample
             if not _selected(difference, by_name[names[0]], by_name[name], series):
                 text = f"arm {names[0]} as A, arm {name} as B: {difference}"
                 yield Obstacle(difference.topic, difference.subject.strip("`"), text)
-    yield from _outputs(turns, samples)
+    yield from _outputs(turns, samples, _lossy(arms, series))
 
 
-def _outputs(turns: Sequence[Turn], samples: _Samples) -> Iterator[Obstacle]:
+def _lossy(arms: Sequence[Arm], series: Series) -> str:
+    """What is known, from headers of patches (`Lossless`), of why outputs may differ; empty if nothing is."""
+    names = {name: [arm.name for arm in arms if name in selections.on(arm, series)] for name in series.by_name}
+    told = [
+        f"{name}, on in {' and '.join(where)}, changes answers"
+        for name, where in names.items()
+        if where and not series[name].lossless
+    ]
+    return f"; patch {', '.join(told)}: judge its quality too" if told else ""
+
+
+def _outputs(turns: Sequence[Turn], samples: _Samples, known_cause: str) -> Iterator[Obstacle]:
     known = [turn for turn in turns if turn.output_sha256 is not None]
     for turn in known[1:]:
         if turn.output_sha256 == known[0].output_sha256:
@@ -166,7 +177,7 @@ def _outputs(turns: Sequence[Turn], samples: _Samples) -> Iterator[Obstacle]:
         apart = [one.prompt for one, other in pairs if one.output_sha256 != other.output_sha256]
         where = f"of {len(apart)} of {len(pairs)} prompts, first of prompt {apart[0]}" if apart else "of all prompts"
         both = [f"turn {one.index} (arm {one.arm})" for one in (known[0], turn)]
-        yield Obstacle(OUTPUTS, OUTPUTS, f"greedy tokens {where}, differ between {both[0]} and {both[1]}")
+        yield Obstacle(OUTPUTS, OUTPUTS, f"greedy tokens {where}, differ between {both[0]} and {both[1]}{known_cause}")
         return
 
 
