@@ -1,0 +1,200 @@
+"""Patch ``mla-verify-split-kv``: verify of a chain of drafts splits the cached context, on NVIDIA GPUs with MLA.
+
+Upstream's triton backend verifies with the kernel made for prefill, in which one program walks the whole context. It
+has a hook for kernels that split it (``use_verify_shared_kv``, ``verify_shared_kv_fwd``), for AMD's gfx95 only. This
+fills the hook: `gate` says where, `launch` and `kernels` do it. Whatever they cannot do goes on to upstream's extend
+kernel, counted by reason.
+
+``SGLANG_PATCHES_MLA_VERIFY``: ``auto`` (default) or ``off``. ``SGLANG_PATCHES_MLA_VERIFY_SPLITS``: into how many parts
+a request is cut at most, in place of the number that follows from batch and GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from sglang_patches.runtime import _outcome
+from sglang_patches.runtime.mla_verify_split_kv import gate
+
+__all__ = ["fills_verify_hook"]
+
+PATCH = "mla-verify-split-kv"
+VARIABLE, MODES = "SGLANG_PATCHES_MLA_VERIFY", ("auto", "off")
+SPLITS_VARIABLE, SPLITS_MOST = "SGLANG_PATCHES_MLA_VERIFY_SPLITS", 512
+
+# Calls of verify attention by what served them: "split_kv", or "extend:" and the reason. A call is a layer of a forward
+# that runs in Python: under CUDA graphs those of capture, not of replay.
+calls: Counter[str] = Counter()
+
+logger = logging.getLogger("sglang_patches")
+
+
+def mode() -> str:
+    """``SGLANG_PATCHES_MLA_VERIFY``.
+
+    Raises:
+        ValueError: it has a value that is not known.
+    """
+    value = os.environ.get(VARIABLE, "auto")
+    if value not in MODES:
+        raise ValueError(f"{VARIABLE}={value!r} is not known; it can be {', '.join(MODES)}. Unset it for {MODES[0]}.")
+    return value
+
+
+def split_override() -> int | None:
+    """``SGLANG_PATCHES_MLA_VERIFY_SPLITS``, None if it is unset.
+
+    Raises:
+        ValueError: it is no whole number from 1 to `SPLITS_MOST`.
+    """
+    value = os.environ.get(SPLITS_VARIABLE, "")
+    if not value:
+        return None
+    if not value.isdecimal() or not 1 <= int(value) <= SPLITS_MOST:
+        raise ValueError(
+            f"{SPLITS_VARIABLE}={value!r} is no whole number from 1 to {SPLITS_MOST}. "
+            "Unset it to have the number follow from batch and GPU."
+        )
+    return int(value)
+
+
+def fills_verify_hook(init: Callable[..., None]) -> Callable[..., None]:
+    """Decorate ``TritonAttnBackend.__init__``: the target's backend gets the split verify, where it can have it."""
+
+    @functools.wraps(init)
+    def wrapped(self: Any, model_runner: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, model_runner, *args, **kwargs)
+        # Neither the draft's backends nor those of single draft steps verify.
+        if not model_runner.is_draft_worker and not self.skip_prefill:
+            _fill(self, model_runner)
+
+    return wrapped
+
+
+def _fill(backend: Any, model_runner: Any) -> None:
+    wanted, override = mode(), split_override()
+    if wanted == "off":
+        _outcome.record(PATCH, "not needed", f"{VARIABLE}=off", reason="off")
+        return
+    seen = gate.facts(backend, model_runner)
+    refused = gate.server_reason(seen)
+    if refused is not None:
+        _outcome.record(PATCH, "not needed", refused[1], reason=refused[0])
+        return
+    from sglang_patches.runtime.mla_verify_split_kv.launch import SplitVerify
+
+    try:
+        run = SplitVerify(
+            model_runner.req_to_token_pool.size,
+            seen.tokens,
+            backend.num_head,
+            seen.width,
+            cores=max(1, backend.device_core_count),
+            device=model_runner.device,
+            override=override,
+        )
+    except torch.OutOfMemoryError as error:
+        _outcome.record(PATCH, "failed", f"no memory for its workspace: {error}", reason="memory")
+        return
+    backend.use_verify_shared_kv = True
+    backend.verify_shared_kv_fwd = torch.compiler.disable(Hook(run).__call__)
+    tile, launched = run.plan(1, seen.tokens * backend.num_head, seen.width)
+    _outcome.live_figures(PATCH, lambda: {"calls": dict(sorted(calls.items()))})
+    _outcome.record(
+        PATCH,
+        "applied",
+        "verify splits the context",
+        rows=seen.tokens * backend.num_head,
+        block_rows=tile.block_m,
+        splits_launched_at_batch_1=launched,
+        workspace_mib=round(run.workspace.numel() * 4 / 2**20, 1),
+    )
+
+
+class Hook:
+    """What upstream calls in place of its own ``verify_shared_kv_fwd``; True says that ``o_extend`` is written."""
+
+    def __init__(self, run: Any) -> None:
+        self.run = run
+        self.failed = False
+
+    def __call__(
+        self,
+        q_extend: torch.Tensor,
+        k_extend: torch.Tensor,
+        v_extend: torch.Tensor,
+        o_extend: torch.Tensor,
+        k_buffer: torch.Tensor,
+        v_buffer: torch.Tensor,
+        qo_indptr: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        kv_indices: torch.Tensor,
+        custom_mask: torch.Tensor | None,
+        is_causal: bool,
+        mask_indptr: torch.Tensor | None,
+        max_len_extend: int,
+        k_scale: float,
+        v_scale: float,
+        sm_scale: float,
+        logit_cap: float = 0.0,
+        sliding_window_size: int = -1,
+        sinks: torch.Tensor | None = None,
+        window_kv_offsets: torch.Tensor | None = None,
+        xai_temperature_len: int = -1,
+        max_bs: int | None = None,
+    ) -> bool:
+        reason = self._reason(
+            q_extend,
+            k_extend,
+            v_extend,
+            o_extend,
+            k_buffer,
+            v_buffer,
+            kv_indptr,
+            is_causal,
+            max_len_extend,
+            logit_cap=logit_cap,
+            sliding_window_size=sliding_window_size,
+            sinks=sinks,
+            temperature_len=xai_temperature_len,
+        )
+        if reason is None:
+            try:
+                self.run(
+                    q_extend,
+                    k_extend,
+                    o_extend,
+                    k_buffer,
+                    kv_indptr,
+                    kv_indices,
+                    width=v_extend.shape[-1],
+                    scale=sm_scale,
+                    k_scale=k_scale,
+                    v_scale=v_scale,
+                )
+            except Exception as error:
+                # The first call is eager, in warm-up: a kernel that does not compile or fit fails there, and upstream's
+                # writes the same output.
+                logger.exception("sglang-patches: %s: verify goes on with upstream's extend kernel", PATCH)
+                _outcome.record(PATCH, "failed", f"{type(error).__name__}: {error}", reason="failed")
+                self.failed, reason = True, "failed"
+        calls["split_kv" if reason is None else f"extend:{reason}"] += 1
+        return reason is None
+
+    def _reason(self, q: torch.Tensor, *tensors: Any, **options: Any) -> str | None:
+        if self.failed:
+            return "failed"
+        reason = gate.call_reason(q, *tensors, **options)
+        if reason is None:
+            tokens = tensors[-1]
+            batch = q.shape[0] // tokens
+            if not self.run.fits(batch, tokens * q.shape[1], tensors[1].shape[-1]):
+                reason = "workspace"
+        return reason

@@ -1,0 +1,309 @@
+"""mla-verify-split-kv: its kernels give what attention gives, upstream's backend calls them, and only where they can.
+
+The kernels run in triton's interpreter, in a process of their own (`split_verify.py`), and are compiled for GPUs that
+are not here. Speed, and bfloat16 in the interpreter, need a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from split_verify import SHAPES
+
+from sglang_patches.runtime import _outcome
+from sglang_patches.runtime import mla_verify_split_kv as patch
+from sglang_patches.runtime.mla_verify_split_kv import gate, launch
+from sglang_patches.runtime.mla_verify_split_kv.kernels import attend_splits
+
+HERE = Path(__file__).parent
+
+KIMI_ON_H200 = gate.Facts(
+    capability=(9, 0),
+    algorithm="EAGLE3",
+    topk=1,
+    tokens=4,
+    mla=True,
+    width=512,
+    rope=64,
+    compute=torch.bfloat16,
+    cache=torch.bfloat16,
+    dcp_size=1,
+    deterministic=False,
+    upstream_serves=False,
+)
+
+
+@pytest.fixture(autouse=True)
+def nothing_recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(_outcome, "_recorded", {})
+    monkeypatch.setattr(_outcome, "_suppliers", {})
+    patch.calls.clear()
+    yield
+    patch.calls.clear()
+
+
+def written(part: str, folder: Path) -> Any:
+    file = folder / f"{part}.pt"
+    environment = os.environ | {"SGLANG_PATCHES": "+mla-verify-split-kv"}
+    command = [sys.executable, str(HERE / "split_verify.py"), part, str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return torch.load(file, weights_only=False)
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return written("kernels", tmp_path_factory.mktemp("split"))
+
+
+@pytest.mark.parametrize("name", [*SHAPES, "scaled cache"])
+def test_kernels_give_float32_attention(kernels: Any, name: str) -> None:
+    split, reference = kernels[name]["split"], kernels[name]["reference"]
+    assert reference.abs().max() > 0.3
+    assert (split - reference).abs().max() < 3e-6
+
+
+@pytest.mark.parametrize(("dtype", "error"), [("torch.float16", 2e-3), ("torch.float8_e4m3fn", 2e-3)])
+def test_other_types_round_only(kernels: Any, dtype: str, error: float) -> None:
+    assert (kernels[dtype]["split"] - kernels[dtype]["reference"]).abs().max() < error
+
+
+@pytest.mark.parametrize(
+    ("tile", "sm", "cache"),
+    [
+        (launch.ROWS_16, 80, "bf16"),
+        (launch.ROWS_32, 90, "bf16"),
+        (launch.ROWS_32, 100, "bf16"),
+        (launch.ROWS_32, 120, "bf16"),
+        (launch.ROWS_32, 89, "fp8e4nv"),
+    ],
+    ids=str,
+)
+def test_kernels_compile_and_fit_the_smallest_shared_memory(tile: launch.Tiles, sm: int, cache: str) -> None:
+    """For Kimi-K2.5 on a TP-8 rank. SM 86, 89 and 120 have 99 KiB a block, the others more."""
+    numbers = {"scale", "k_scale", "v_scale"}
+    pointers = {"Q": "bf16", "Extend": "bf16", "Cache": cache, "Partial": "fp32", "Lse": "fp32"}
+    pointers |= {"indptr": "i32", "indices": "i64"}
+    constants = {"L": 4, "H": 8, "DV": 512, "PE": 64, "BLOCK_DV": 512, "BLOCK_PE": 64, "BLOCK_L": 16, "MIN_CHUNK": 64}
+    constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
+    names = attend_splits.arg_names
+    types = {
+        name: "constexpr"
+        if name in constants
+        else f"*{pointers[name]}"
+        if name in pointers
+        else "fp32"
+        if name in numbers
+        else "i32"
+        for name in names
+    }
+    aligned = [name for name in names if name in pointers or name.startswith("stride")]
+    source = triton.compiler.ASTSource(
+        attend_splits,
+        types,
+        {(names.index(name),): value for name, value in constants.items()},
+        {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    target = triton.backends.compiler.GPUTarget("cuda", sm, 32)
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    made = triton.compile(source, target=target, options=options)
+    assert len(made.asm["cubin"]) > 1000
+    assert made.metadata.shared <= 101_376
+
+
+def test_upstreams_backend_verifies_with_the_split_kernels(tmp_path: Path) -> None:
+    found = written("backend", tmp_path)
+    reference, split = found["torch_native"], found["split"]
+    assert split["calls"] == {"split_kv": 12}  # one a layer
+    assert split["outcome"]["result"] == "applied"
+    assert split["outcome"]["splits_launched_at_batch_1"] == 3
+    for name in ("logits", "hidden"):
+        assert reference[name].abs().max() > 1
+        assert (split[name] - reference[name]).abs().max() < 1e-5 * reference[name].abs().max(), name
+    assert torch.equal(split["logits"].argmax(-1), reference["logits"].argmax(-1))
+    used, outcome = found["on a CPU"]
+    assert (used, outcome["result"], outcome["reason"]) == (False, "not needed", "device")
+    assert found["draft's"] is False
+    assert found["off"] is False
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"capability": (8, 0)}, None),
+        ({"capability": (10, 0)}, None),
+        ({"capability": (12, 0)}, None),
+        ({"capability": (7, 5)}, "device"),
+        ({"capability": None}, "device"),
+        ({"algorithm": None, "tokens": 0, "topk": 0}, "no_speculation"),
+        ({"algorithm": "NEXTN"}, None),
+        ({"algorithm": "NGRAM"}, "algorithm"),
+        ({"algorithm": "DFLASH"}, "algorithm"),
+        ({"upstream_serves": True}, "upstream"),
+        ({"topk": 4, "tokens": 8}, "topk"),
+        ({"tokens": 2}, None),
+        ({"tokens": 16}, None),
+        ({"tokens": 17}, "draft_tokens"),
+        ({"mla": False}, "not_mla"),
+        ({"width": 1024}, "head_dim"),
+        ({"rope": 0}, "head_dim"),
+        ({"rope": 128}, "head_dim"),
+        ({"dcp_size": 2}, "context_parallel"),
+        ({"deterministic": True}, "deterministic"),
+        ({"compute": torch.float32, "cache": torch.float32}, "dtype"),
+        ({"cache": torch.float8_e4m3fn}, None),
+        ({"cache": torch.float8_e4m3fn, "capability": (8, 9)}, None),
+        ({"cache": torch.float8_e5m2, "capability": (8, 6)}, "cache_dtype"),
+        ({"cache": torch.uint8}, "cache_dtype"),
+        ({"cache": torch.float16}, "cache_dtype"),
+    ],
+    ids=str,
+)
+def test_which_servers_split(changes: dict[str, Any], reason: str | None) -> None:
+    refused = gate.server_reason(replace(KIMI_ON_H200, **changes))
+    assert (refused[0] if refused else None) == reason
+
+
+def verify_call(**changes: Any) -> dict[str, Any]:
+    """What upstream hands over for 3 requests of 4 draft tokens, 8 heads."""
+    cache = torch.zeros(50, 1, 576, dtype=torch.bfloat16)
+    extend = torch.zeros(12, 1, 576, dtype=torch.bfloat16)
+    return {
+        "q_extend": torch.zeros(12, 8, 576, dtype=torch.bfloat16),
+        "k_extend": extend,
+        "v_extend": extend[..., :512],
+        "o_extend": torch.zeros(12, 8, 512, dtype=torch.bfloat16),
+        "k_buffer": cache,
+        "v_buffer": cache[..., :512],
+        "qo_indptr": torch.arange(4) * 4,
+        "kv_indptr": torch.arange(4, dtype=torch.int32) * 10,
+        "kv_indices": torch.zeros(30, dtype=torch.int64),
+        "custom_mask": None,
+        "is_causal": True,
+        "mask_indptr": None,
+        "max_len_extend": 4,
+        "k_scale": 1.0,
+        "v_scale": 1.0,
+        "sm_scale": 0.1,
+        **changes,
+    }
+
+
+class Run:
+    def __init__(self, room: bool = True, error: Exception | None = None) -> None:
+        self.room, self.error, self.ran = room, error, 0
+
+    def fits(self, batch: int, rows: int, width: int) -> bool:
+        assert (batch, rows, width) == (3, 32, 512)
+        return self.room
+
+    def __call__(self, *tensors: Any, **options: Any) -> None:
+        self.ran += 1
+        if self.error is not None:
+            raise self.error
+
+
+BF16 = torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"custom_mask": torch.ones(3)}, None),  # that of a chain, by topk
+        ({"sinks": torch.ones(8)}, "sinks"),
+        ({"sliding_window_size": 128}, "sliding_window"),
+        ({"logit_cap": 30.0}, "logit_cap"),
+        ({"xai_temperature_len": 8}, "temperature"),
+        ({"is_causal": False}, "not_causal"),
+        ({"max_len_extend": 1}, "draft_tokens"),
+        ({"max_len_extend": 32}, "draft_tokens"),
+        ({"max_len_extend": 5}, "ragged"),
+        ({"k_buffer": torch.zeros(50, 576, dtype=BF16)}, "layout"),
+        ({"k_buffer": torch.zeros(50, 2, 576, dtype=BF16)}, "kv_heads"),
+        ({"k_buffer": torch.zeros(50, 1, 640, dtype=BF16)}, "head_dim"),
+        ({"v_buffer": torch.zeros(50, 1, 512, dtype=BF16)}, "value_apart"),
+        ({"o_extend": torch.zeros(12, 512, 8, dtype=BF16).transpose(1, 2)}, "layout"),
+        ({"q_extend": torch.zeros(12, 8, 576)}, "dtype"),
+        ({"k_buffer": torch.zeros(50, 1, 576), "v_buffer": None}, "dtype"),
+    ],
+    ids=lambda value: next(iter(value), "plain") if isinstance(value, dict) else value,
+)
+def test_which_calls_split_and_the_rest_is_counted(changes: dict[str, Any], reason: str | None) -> None:
+    given = verify_call(**changes)
+    if given["v_buffer"] is None:
+        given["v_buffer"] = given["k_buffer"][..., :512]
+    run = Run()
+    assert patch.Hook(run)(**given) is (reason is None)
+    assert run.ran == (reason is None)
+    assert patch.calls == {"split_kv" if reason is None else f"extend:{reason}": 1}
+
+
+def test_a_batch_that_the_workspace_does_not_hold_goes_to_upstream() -> None:
+    run = Run(room=False)
+    assert patch.Hook(run)(**verify_call()) is False
+    assert (run.ran, patch.calls) == (0, {"extend:workspace": 1})
+
+
+def test_a_kernel_that_fails_leaves_verify_to_upstream_from_then_on() -> None:
+    run = Run(error=RuntimeError("out of resource: shared memory"))
+    hook = patch.Hook(run)
+    assert hook(**verify_call()) is False
+    run.error = None
+    assert hook(**verify_call()) is False
+    assert (run.ran, patch.calls) == (1, {"extend:failed": 2})
+    told = _outcome.outcomes()[patch.PATCH]
+    assert told["result"] == "failed"
+    assert "out of resource: shared memory" in told["detail"]
+
+
+def test_splits_follow_from_batch_and_gpu() -> None:
+    """One H200 (132 multiprocessors), 4 draft tokens and 8 heads: twice what runs at once, within limits."""
+
+    def launched(batch: int, rows: int = 32, override: int | None = None) -> int:
+        return launch.splits(batch, rows, 512, launch.tiles(rows), 132, override)
+
+    assert [launched(batch) for batch in (1, 2, 4, 16, 32, 128)] == [128, 128, 66, 17, 9, 8]
+    assert launched(4, rows=64) == 33
+    assert launched(8, rows=16) == 66  # two such programs at once
+    assert launched(4, override=5) == 5
+    # 256 requests of 64 heads and 4 tokens: 128 MiB of results allow one split.
+    assert launched(256, rows=256) == 1
+
+
+def test_the_workspace_holds_every_batch_within_its_limit() -> None:
+    def make(requests: int, tokens: int, heads: int) -> launch.SplitVerify:
+        return launch.SplitVerify(requests, tokens, heads, 512, cores=132, device="meta")
+
+    kimi = make(48, 4, 8)
+    assert all(kimi.fits(batch, 32, 512) for batch in range(1, 49))
+    assert kimi.workspace.numel() * 4 < 40 * 2**20
+    large = make(1024, 4, 64)
+    assert large.workspace.numel() * 4 <= launch.WORKSPACE_LIMIT
+    assert large.fits(256, 256, 512)
+    assert not large.fits(1024, 256, 512)
+
+
+def test_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (patch.VARIABLE, patch.SPLITS_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    assert (patch.mode(), patch.split_override()) == ("auto", None)
+    monkeypatch.setenv(patch.SPLITS_VARIABLE, "16")
+    assert patch.split_override() == 16
+    for wrong in ("0", "-1", "many", "513"):
+        monkeypatch.setenv(patch.SPLITS_VARIABLE, wrong)
+        with pytest.raises(ValueError, match=rf"SGLANG_PATCHES_MLA_VERIFY_SPLITS='{wrong}' is no whole number from 1"):
+            patch.split_override()
+    monkeypatch.setenv(patch.VARIABLE, "on")
+    with pytest.raises(ValueError, match="SGLANG_PATCHES_MLA_VERIFY='on' is not known; it can be auto, off"):
+        patch.mode()
