@@ -14,13 +14,14 @@ INSTALLED := $(VENV)/.installed
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHONUNBUFFERED = 1
 
-.PHONY: help setup serve stop test unit lint format
+.PHONY: help setup serve stop test unit lint format lanes
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make serve                      set up, then serve the bundled model with its EAGLE-3 draft on port 30000'
 	@echo 'make serve MODEL=.. DRAFT=.. TP=8 PORT=.. ARGS=".."   the same for a real model'
 	@echo 'make stop PORT=..               end the server on that port and its children'
+	@echo 'make lanes                      carry the patches to every release since 0.5.17 and write docs/lanes.md'
 	@echo 'make test | unit | lint | format                      checks: all, unit tests only, ruff and mypy, fix format'
 
 setup: $(INSTALLED)
@@ -49,3 +50,7 @@ lint: $(INSTALLED)
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Exit code 1 of the command says that some patch was not carried somewhere, which the matrix is there to tell.
+lanes: $(INSTALLED)
+	$(BIN)/sglang-patches port --dry-run --from 0.5.23 --to 0.5.17.. --write docs/lanes.md || [ $$? = 1 ]

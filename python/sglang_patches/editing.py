@@ -11,11 +11,12 @@ from pathlib import Path
 
 from sglang_patches import hunks
 from sglang_patches.errors import PatchError
-from sglang_patches.series import Patch, Series, parse_patch
+from sglang_patches.series import Patch, Series, left_out_line, parse_patch
 from sglang_patches.upstream import Upstream, digest
 
 HEADER = "header"
 _PRE_IMAGE_LINES = re.compile(r"(?:^Pre-Image: .*\n)+", re.MULTILINE)
+_CONFLICT = re.compile(rb"(?:<{7}|>{7}|\|{7}) ")
 _HUNK = re.compile(rb"@@ -(\d+)(?:,(\d+))? \+\d+(?:,(\d+))? @@.*")
 
 
@@ -88,7 +89,7 @@ def export(series: Series, upstream: Upstream, name: str, tree: Path | None = No
             edited[path] = hunks.apply(_upstream_file(upstream, path), insertions, path)
     else:
         series[name]  # raises: unknown patch
-    diffs, images = [], []
+    files: dict[str, tuple[bytes, hunks.Insertions]] = {}
     for path in sorted(edited):
         data = _upstream_file(upstream, path)
         committed = patch.insertions.get(path, ()) if patch else ()
@@ -97,24 +98,45 @@ def export(series: Series, upstream: Upstream, name: str, tree: Path | None = No
             insertions = committed
         else:
             insertions = insertions_between(data, edited[path], path)
+        _check_resolved(insertions, path)
         if insertions:
-            diffs.append(hunks.render(path, insertions))
-            images.append(f"Pre-Image: {digest(data)} {path}\n")
-    if not diffs:
+            files[path] = data, insertions
+    if not files:
         raise PatchError(f"{tree}: no line was added to any file\n  remedy     edit the files, then run refresh again")
-    block = "".join(images)
+    return assemble(header, files, series.folder / f"{name}.patch")
+
+
+def _check_resolved(insertions: hunks.Insertions, path: str) -> None:
+    """Raise PatchError where a conflict mark is left, with which no process could import the file."""
+    for line in (line for insertion in insertions for line in insertion.lines):
+        if _CONFLICT.match(line):
+            raise PatchError(
+                f"{path}: a conflict is not resolved\n"
+                f"  seen       {line.decode(errors='replace')}\n"
+                f"  remedy     keep upstream's lines and the added ones between the marks, and remove the marks"
+            )
+
+
+def assemble(header: str, files: dict[str, tuple[bytes, hunks.Insertions]], file: Path) -> bytes:
+    """A patch file of `header`, its `Pre-Image` lines rewritten, and of each upstream file's bytes and insertions.
+
+    Raises:
+        PatchError: the header is malformed; `file` names the patch.
+    """
+    diffs = b"".join(hunks.render(path, files[path][1]) for path in sorted(files))
+    block = "".join(f"Pre-Image: {digest(files[path][0])} {path}\n" for path in sorted(files))
     header = header.rstrip("\n") + "\n"
     if _PRE_IMAGE_LINES.search(header):
         header = _PRE_IMAGE_LINES.sub(lambda _: block, header, count=1)
     else:
         header += block
-    result = header.encode() + b"\n" + b"".join(diffs)
-    parse_patch(result, series.folder / f"{name}.patch")
+    result = header.encode() + b"\n" + diffs
+    parse_patch(result, file)
     return result
 
 
 def write(series: Series, name: str, data: bytes) -> list[Path]:
-    """Write a patch file, and append it to the series if it is new; returns the files that changed."""
+    """Write a patch file, and list it in the series if it is new; returns the files that changed."""
     file = series.folder / f"{name}.patch"
     changed = []
     if not file.is_file() or file.read_bytes() != data:
@@ -122,10 +144,14 @@ def write(series: Series, name: str, data: bytes) -> list[Path]:
         changed.append(file)
     if name not in series.by_name:
         listing = series.folder / "series"
-        text = listing.read_text(encoding="utf-8")
-        listing.write_text(
-            text + ("" if text.endswith("\n") or not text else "\n") + f"{name}.patch\n", encoding="utf-8"
-        )
+        lines = listing.read_text(encoding="utf-8").splitlines()
+        # A patch that `port` left out goes where it was in the other lane: patches behind it may require it.
+        places = [at for at, line in enumerate(lines) if (match := left_out_line(line)) and match[1] == name]
+        if places:
+            lines[places[0]] = f"{name}.patch"
+        else:
+            lines.append(f"{name}.patch")
+        listing.write_text("\n".join(lines) + "\n", encoding="utf-8")
         changed.append(listing)
     return changed
 

@@ -22,6 +22,7 @@ from rich.table import Table
 
 from sglang_patches import activate, editing, hunks
 from sglang_patches.errors import PatchError
+from sglang_patches.port.upstreamed import defines
 from sglang_patches.series import Patch, Series, load, releases
 from sglang_patches.upstream import Upstream, digest
 
@@ -47,6 +48,8 @@ def run(upstream: Upstream, series: Series) -> Iterator[Result]:
         yield Result("adds lines only", patch.name, _only_adds(patch))
         for path in patch.touches:
             yield Result("pre-image", f"{patch.name}: {path}", _pre_image(patch, path, upstream))
+        for path, name in patch.adds:
+            yield Result("upstream lacks what it adds", f"{patch.name}: {path} {name}", _there(upstream, path, name))
         yield Result("re-export is a no-op", patch.name, _re_export(patch, series, upstream))
     texts = _Texts(upstream)
     for kind, group in _groups(series):
@@ -123,7 +126,8 @@ def _header(patch: Patch, series: Series) -> Iterator[str]:
         yield f"Forwarded is {forwarded!r}, expected no, not-needed or a link"
     order = list(series.by_name)
     for other in patch.requires + patch.conflicts:
-        if other not in series.by_name or other == patch.name:
+        left_out = other in patch.conflicts and other in series.left_out
+        if (other not in series.by_name and not left_out) or other == patch.name:
             yield f"names {other!r} in Requires or Conflicts, which is no other patch of the series"
         elif other in patch.requires and order.index(other) > order.index(patch.name):
             yield f"requires {other}, which comes later in the series"
@@ -170,6 +174,14 @@ def _pre_image(patch: Patch, path: str, upstream: Upstream) -> str:
         return f"sglang {upstream.release} has no such file in {upstream.root}"
     found, expected = digest(data), patch.pre_images[path]
     return "" if found == expected else f"expected {expected}, found {found} in {upstream.path(path)}"
+
+
+def _there(upstream: Upstream, path: str, name: str) -> str:
+    try:
+        found = defines(upstream.read(path) or b"", name)
+    except (SyntaxError, ValueError) as error:
+        return f"this interpreter does not read {path}: {error}"
+    return f"sglang {upstream.release} has it: the patch adds nothing there" if found else ""
 
 
 def _re_export(patch: Patch, series: Series, upstream: Upstream) -> str:

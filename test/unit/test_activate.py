@@ -205,8 +205,9 @@ def test_refuses_a_wrong_release(patched: Sandbox) -> None:
         lines(
             "sglang-patches: no patches for SGLang 0.5.22",
             "  installed  sglang 0.5.22",
-            f"  pinned     0.5.23 (in {patched.lane.parent})",
-            "  remedy     install the pinned release: pip install 'sglang==0.5.23'; "
+            f"  lanes      0.5.23 (in {patched.lane.parent})",
+            "  remedy     install a release with a lane: pip install 'sglang==0.5.23'; "
+            "carry the patches to this one: sglang-patches port --to 0.5.22; "
             "or run upstream without patches: SGLANG_PATCHES=none",
         ),
     )
