@@ -207,6 +207,66 @@ def refresh(
 
 
 @command
+def port(
+    to: Annotated[
+        str, typer.Option("--to", help="A release such as 0.5.24; with --dry-run also A..B, A.. or ..B.", metavar="REL")
+    ],
+    source: Annotated[
+        str | None, typer.Option("--from", help="The lane to carry; by default the newest.", metavar="REL")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Write no lane; over a range, print the matrix.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace the lane if there is one.")] = False,
+    work: Annotated[
+        Path | None,
+        typer.Option(help="Write the files of patches that are left out here, to finish by hand.", metavar="DIR"),
+    ] = None,
+    write: Annotated[
+        Path | None, typer.Option(help="Put the matrix into this Markdown file, between its marks.", metavar="FILE")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Carry the series to another upstream release and write its lane, patches/REL (docs/lanes.md).
+
+    Both releases are taken from the package index as wheels and kept in the cache folder; nothing is installed.
+
+    Exit code: 0 every patch was carried and can run, 1 some not (those that can are written), 2 nothing was done.
+    """
+    from sglang_patches.port import app as porting
+    from sglang_patches.port import lane, matrix, report, wheels
+
+    many = ".." in to
+    if many and not dry_run:
+        raise PatchError("a range of releases can only be looked at\n  remedy     add --dry-run, or name one release")
+    if (many and work) or (write and not dry_run):
+        raise PatchError("--work is for one release, --write for --dry-run\n  remedy     leave that option out")
+    releases = wheels.between(to)
+    if not dry_run:
+        lane.check_free(series.patches_folder(), releases[0], force)
+    carried = porting.lane_to_port(source, releases[0])
+    done = porting.carry(carried, releases, lambda line: typer.echo(line, err=True))
+    columns: matrix.Columns = {release: ported for release, (_, ported) in done.items()}
+    if as_json:
+        typer.echo(report.as_json([report.document(carrier, ported) for carrier, ported in done.values()]))
+    else:
+        if not many:
+            typer.echo(report.text(*done[releases[0]]))
+        console().print(matrix.table(carried.release, columns))
+    if write:
+        changed = matrix.replace(write, matrix.markdown(carried.release, columns))
+        typer.echo(f"{write}: {'written' if changed else 'unchanged'}", err=True)
+    carrier, ported = done[releases[0]]
+    if work:
+        for tree, to_do in lane.write_work(carrier, ported, work).items():
+            then = f"with sglang=={releases[0]} installed: sglang-patches refresh {tree.name} {tree}"
+            typer.echo(f"{tree}: {to_do}; {then}", err=True)
+    if not dry_run:
+        folder = lane.write(carried, carrier.new, ported, force)
+        typer.echo(f"{folder}: written and verified; it is used where sglang=={releases[0]} is installed", err=True)
+    whole = all(entry.data is not None and not entry.missing for ported in columns.values() for entry in ported)
+    raise typer.Exit(0 if whole else 1)
+
+
+@command
 def stop(
     port: Annotated[int, typer.Option(help="Port of the server to end.", min=1, max=65535)],
     timeout: Annotated[float, typer.Option(help="Seconds to wait for a clean end before killing.", min=0)] = 60,
@@ -272,12 +332,14 @@ def diff(
     raise typer.Exit(1 if any(entry.matters for entry in found) else 0)
 
 
-# Handed on unread: the commands below it import torch, which the others must not wait for.
-@app.command(
-    name="nccl",
-    add_help_option=False,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},
-)
+# Handed on unread: what is behind them imports torch and more, which the others must not wait for.
+_HANDED_ON: dict[str, Any] = {
+    "add_help_option": False,
+    "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},
+}
+
+
+@app.command(name="nccl", **_HANDED_ON)
 def nccl(context: typer.Context) -> None:
     """NCCL on this host: `nccl check` shows which settings it took, `nccl tune` finds the fast ones."""
     from sglang_patches.nccl.app import app as commands
@@ -285,16 +347,36 @@ def nccl(context: typer.Context) -> None:
     commands(context.args, prog_name="sglang-patches nccl")
 
 
-@app.command(
-    name="bench",
-    add_help_option=False,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},
-)
+@app.command(name="bench", **_HANDED_ON)
 def bench(context: typer.Context) -> None:
     """Measure on real servers what patches, variables and arguments do: `bench ab` compares two selections."""
     from sglang_patches.bench.app import app as commands
 
     commands(context.args, prog_name="sglang-patches bench")
+
+
+@app.command(name="draft", **_HANDED_ON)
+def draft(context: typer.Context) -> None:
+    """Say what an EAGLE-3 draft checkpoint is and whether it fits a target, offline: `draft check TARGET DRAFT`."""
+    from sglang_patches.draft.app import app as commands
+
+    commands(context.args, prog_name="sglang-patches draft")
+
+
+@app.command(name="doctor", **_HANDED_ON)
+def doctor(context: typer.Context) -> None:
+    """Say what of this machine will slow a server down or keep it from starting: GPUs, links, NCCL, memory, patches."""
+    from sglang_patches.doctor.app import app as commands
+
+    commands(context.args, prog_name="sglang-patches doctor")
+
+
+@app.command(name="launch", **_HANDED_ON)
+def launch(context: typer.Context) -> None:
+    """Serve by recipe: run `doctor`, print the exact `python -m sglang.launch_server` line, and execute it."""
+    from sglang_patches.launch import app as commands
+
+    commands(context.args, prog_name="sglang-patches launch")
 
 
 def main() -> None:

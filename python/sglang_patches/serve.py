@@ -120,14 +120,14 @@ def plan(
         _model_config(draft)
         argv += ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", draft, *_EAGLE3_ARGS]
     else:
-        notes.append("no draft model (DRAFT=): serving without speculative decoding")
+        notes.append("no draft model: serving without speculative decoding")
     if cuda:
         notes.append("GPU found: serving with CUDA")
         if config is not None and _weight_bytes(model) < _SMALL_MODEL_BYTES:
             # Upstream sizes the target's KV pool by free memory and gives the draft's as many slots without counting
             # them; next to a model this small the two do not fit.
             argv += ["--max-total-tokens", "65536"]
-            notes.append("small model: KV cache limited to 65536 tokens (ARGS='--max-total-tokens N' changes it)")
+            notes.append("small model: KV cache limited to 65536 tokens (--max-total-tokens N changes it)")
     else:
         argv += _CPU_ARGS
         env = {**_CPU_ENV, **env}
@@ -163,7 +163,8 @@ def _reachable(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _port_is_free(port: int) -> bool:
+def port_is_free(port: int) -> bool:
+    """Whether this machine lets a server bind this port on 127.0.0.1."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -241,7 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
     except PatchError as error:
         raise SystemExit(f"serve: {error}") from None
-    if not _port_is_free(given.port):
+    if not port_is_free(given.port):
         raise SystemExit(
             f"serve: port {given.port} is in use; choose another with PORT=, or: make stop PORT={given.port}"
         )

@@ -21,8 +21,8 @@ from sglang_patches.upstream import Upstream, digest
 _COLOURS = {"applied": "green", "off": "dim", "not needed": "dim", "mismatch": "bold red", "inactive": "bold red"}
 
 
-def states(upstream: Upstream, series: Series) -> list[tuple[Patch, str, str]]:
-    """(patch, state, detail) of every patch.
+def states(upstream: Upstream, series: Series, text: str | None = None) -> list[tuple[Patch, str, str]]:
+    """(patch, state, detail) of every patch. `text` is the selection; by default that of this process's environment.
 
     States: `applied`, `off`, `not needed` (for machines without a GPU, and this may have one), `mismatch` (a pre-image
     differs), `inactive` (selected, but this interpreter did not process `sglang_patches.pth`).
@@ -30,7 +30,7 @@ def states(upstream: Upstream, series: Series) -> list[tuple[Patch, str, str]]:
     Raises:
         PatchError: the selection is unusable.
     """
-    text = os.environ.get(selection.VARIABLE, "")
+    text = os.environ.get(selection.VARIABLE, "") if text is None else text
     on = {patch.name for patch in selection.select(series, text)}
     active = activate.finder() is not None
     rows = []
@@ -54,6 +54,7 @@ def report(upstream: Upstream, series: Series, as_json: bool) -> bool:
     patch_set = provenance.patch_set(upstream.release, tuple(p for p, state, _ in rows if state == "applied"))
     document: dict[str, Any] = {
         "release": upstream.release,
+        "lane": str(series.folder),
         "root": upstream.root,
         "selection": os.environ.get(selection.VARIABLE, ""),
         "active": activate.finder() is not None,
@@ -72,7 +73,13 @@ def report(upstream: Upstream, series: Series, as_json: bool) -> bool:
     out = console()
     out.print(table)
     selected = document["selection"] or "(unset: each patch's default)"
-    out.print(escape(f"selection  {selected}\nupstream   {upstream.root}/sglang\ncache      {document['cache']}"))
+    where = {
+        "lane": f"{series.release} ({series.folder})",
+        "selection": selected,
+        "upstream": f"{upstream.root}/sglang",
+        "cache": document["cache"],
+    }
+    out.print(escape("\n".join(f"{name:<10} {value}" for name, value in where.items())))
     if any(state == "inactive" for _, state, _ in rows):
         out.print(
             "[bold red]Python started without processing sglang_patches.pth, so no patch is applied:[/] install this "

@@ -69,15 +69,26 @@ def expected() -> tuple[list[int], list[int]]:
     return ids, reference.greedy(reference.load_text_model(MODEL), ids, TOKENS)
 
 
+@pytest.fixture(scope="module")
+def started() -> Iterator[dict[str, Server]]:
+    """Servers by selection, those that have been started and not ended yet."""
+    servers: dict[str, Server] = {}
+    yield servers
+    for server in servers.values():
+        server.kill()
+
+
 @pytest.fixture
-def server(selection: str) -> Iterator[Server]:
-    port = free_port()
-    command = serve_command(port, MODEL, DRAFT, ["--skip-server-warmup", *SERVER_ARGS])
-    started = Server(command, port, MODEL, DRAFT, {"SGLANG_PATCHES": selection})
-    try:
-        yield started.wait_ready()
-    finally:
-        started.kill()
+def server(selection: str, started: dict[str, Server]) -> Iterator[Server]:
+    """The selection's server, ready; the next one's starts meanwhile, for which one core would be idle."""
+    at = SELECTIONS.index(selection)
+    for wanted in SELECTIONS[at : at + 2]:
+        if wanted not in started:
+            port = free_port()
+            command = serve_command(port, MODEL, DRAFT, ["--skip-server-warmup", *SERVER_ARGS])
+            started[wanted] = Server(command, port, MODEL, DRAFT, {"SGLANG_PATCHES": wanted})
+    yield started[selection].wait_ready()
+    started.pop(selection).kill()
 
 
 @pytest.mark.parametrize("selection", SELECTIONS, ids=range(len(SELECTIONS)))

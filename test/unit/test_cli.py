@@ -90,6 +90,12 @@ def test_verify_finds_patches_that_only_fail_together(sandbox: Sandbox) -> None:
     assert "from __future__ imports must occur at the beginning" in found[0][2]
 
 
+def test_verify_finds_what_upstream_has_already(sandbox: Sandbox) -> None:
+    sandbox.add("p", {PATH: {3: "# p"}}, f"Default: on\nAdds: {PATH} two\nAdds: {PATH} three\n")
+    problem = "sglang 0.5.23 has it: the patch adds nothing there"
+    assert failures(sandbox) == [("upstream lacks what it adds", f"p: {PATH} two", problem)]
+
+
 def test_verify_tries_pairs_with_what_they_require(sandbox: Sandbox) -> None:
     sandbox.add("one", {PATH: {3: "if True:\n    pass"}})
     sandbox.add("two", {PATH: {3: "else:\n    pass"}}, "Default: off\nRequires: one\n")
@@ -350,6 +356,7 @@ def test_the_console_script_explains_itself() -> None:
         "new",
         "edit",
         "refresh",
+        "port",
         "stop",
         "nccl",
     ):

@@ -59,11 +59,12 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-def test_the_wheel_carries_patches_and_start_up_file(wheel: Path) -> None:
+def test_the_wheel_carries_patches_recipes_and_start_up_file(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
-    patches = {file.relative_to(REPO).as_posix() for file in (REPO / "patches").rglob("*") if file.is_file()}
-    assert patches
-    assert {f"sglang_patches/{name}" for name in patches} <= names
+    for folder in ("patches", "recipes"):
+        files = {file.relative_to(REPO).as_posix() for file in (REPO / folder).rglob("*") if file.is_file()}
+        assert files
+        assert {f"sglang_patches/{name}" for name in files} <= names
     assert {"sglang_patches.pth", "sglang_patches/activate.py", "sgl_kernel_cpu/__init__.py"} <= names
     assert not [name for name in names if "__pycache__" in name or name.startswith("test")]
 

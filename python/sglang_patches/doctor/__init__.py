@@ -1,0 +1,1 @@
+"""`sglang-patches doctor`: what of this host will slow a server down or keep it from starting, before it starts."""

@@ -1,0 +1,307 @@
+"""`sglang-patches launch`: a server by the name of a recipe, after `doctor` has looked.
+
+A recipe is a YAML file in `recipes/`: what to serve and how. What is given on the command line wins over it, and what
+a recipe leaves open is chosen by `serve.plan`, as for ``make serve``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from sglang_patches import selection, serve
+from sglang_patches.errors import PatchError, of_system
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+# What must be known before the server starts, in upstream's spellings and in ours; recipes have keys for these.
+_OWN = {
+    "model": ("--model", "--model-path"),
+    "draft": ("--draft", "--speculative-draft-model-path", "--speculative-draft-model"),
+    "tp": ("--tp", "--tp-size", "--tensor-parallel-size"),
+    "port": ("--port",),
+}
+
+
+# Checks of doctor that reckon without these options, so that their failures are none.
+_NOT_RECKONED = {
+    ("--pp-size", "--pipeline-parallel-size"): ("memory",),
+    ("--nnodes",): ("GPUs", "memory"),
+    ("--quantization",): ("memory",),
+    ("--cpu-offload-gb",): ("memory",),
+    ("--load-format",): ("memory",),
+    ("--base-gpu-id",): ("memory",),
+}
+# Checks that examine GPUs where a server on the CPU uses none.
+_OF_GPUS = ("driver", "GPUs", "sgl_kernel", "shared memory", "memory")
+
+
+class Recipe(BaseModel):
+    """One way to serve.
+
+    Attributes:
+        description: one clause.
+        model, draft: folder or hub name; a relative folder may also be one of this checkout. No draft: no speculation.
+        tp: tensor parallel size.
+        port: HTTP port.
+        device: ``cuda`` or ``cpu``; by default what this machine has.
+        patches: ``SGLANG_PATCHES`` where the environment does not set it.
+        arguments: of ``sglang.launch_server``, by name; true for a bare switch.
+        environment: variables, where the environment does not set them.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    description: str
+    model: str
+    draft: str = ""
+    tp: int = Field(default=1, ge=1)
+    port: int = Field(default=30000, ge=1, le=65535)
+    device: Literal["cuda", "cpu"] | None = None
+    patches: str | None = None
+    arguments: dict[str, str | int | float | bool] = {}
+    environment: dict[str, str] = {}
+
+    @field_validator("arguments")
+    @classmethod
+    def _are_options(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+        for name in arguments:
+            if not name.startswith("--"):
+                raise ValueError(f"{name!r} is no option of sglang.launch_server: write '--{name.lstrip('-')}'")
+            if key := next((key for key, spellings in _OWN.items() if name in spellings), None):
+                raise ValueError(f"{name!r} has a key of its own in a recipe: {key}")
+        return arguments
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A recipe with what the command line said: see `Recipe`. `extra` are arguments for ``sglang.launch_server``."""
+
+    device: Literal["cuda", "cpu"] | None
+
+    model: str
+    draft: str
+    tp: int
+    port: int
+    extra: tuple[str, ...]
+    environ: Mapping[str, str]
+    memory_fraction: float = 0.9
+    context_length: int | None = None
+
+
+def folder() -> Path:
+    """Of the recipes: in the installed package, else the checkout's."""
+    package = Path(__file__).parent
+    inside = package / "recipes"
+    return inside if inside.is_dir() else package.parents[1] / "recipes"
+
+
+def names() -> list[str]:
+    """The recipes that are there."""
+    return sorted(file.stem for file in folder().glob("*.yaml"))
+
+
+def load(name: str) -> Recipe:
+    """A recipe by its name, or by the path of a file.
+
+    Raises:
+        PatchError: there is none, or it is not one.
+    """
+    file = Path(name) if name.endswith((".yaml", ".yml")) else folder() / f"{name}.yaml"
+    try:
+        return Recipe.model_validate(yaml.safe_load(file.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise PatchError(
+            f"no recipe {name!r}\n  known      {', '.join(names()) or 'none'}\n"
+            f"  remedy     name one of these, or the path of a YAML file"
+        ) from None
+    except OSError as error:
+        raise PatchError(f"{file} cannot be read: {error.strerror}\n  remedy     name a YAML file") from None
+    except (ValidationError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise PatchError(f"{file} is no recipe: {error}\n  expected   {', '.join(Recipe.model_fields)}") from None
+
+
+def combine(recipe: Recipe, line: Sequence[str], environ: Mapping[str, str]) -> Wanted:
+    """What to serve: the recipe, less what `line` says otherwise.
+
+    Args:
+        line: arguments of ``sglang.launch_server``; also ``--model``, ``--draft`` and ``--tp``.
+        environ: of the server, before the recipe's.
+
+    Raises:
+        PatchError: an argument that is read here has no usable value.
+    """
+    given, rest = _parser().parse_known_args(list(line))
+    named = {word.partition("=")[0] for word in rest if word.startswith("--")}
+    arguments: list[str] = []
+    told = {"--mem-fraction-static": given.memory_fraction, "--context-length": given.context_length}
+    for name, value in recipe.arguments.items():
+        if name in named or told.get(name) is not None or value is False:
+            continue
+        arguments += [name] if value is True else [name, str(value)]
+    for name, own in told.items():
+        if own is not None:
+            arguments += [name, str(own)]
+
+    defaults = {**recipe.environment, **({} if recipe.patches is None else {"SGLANG_PATCHES": recipe.patches})}
+    # The recipe's are read as strictly as the line's.
+    effective = _parser().parse_known_args(arguments)[0]
+    fraction = effective.memory_fraction
+    return Wanted(
+        device=recipe.device,
+        model=given.model if given.model is not None else place(recipe.model),
+        draft=given.draft if given.draft is not None else place(recipe.draft),
+        tp=given.tp or recipe.tp,
+        port=given.port or recipe.port,
+        extra=(*arguments, *rest),
+        environ={**defaults, **environ},
+        memory_fraction=0.9 if fraction is None else fraction,
+        context_length=effective.context_length,
+    )
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:  # type: ignore[override]
+        raise PatchError(f"launch: {message}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument(*_OWN["model"], dest="model")
+    parser.add_argument(*_OWN["draft"], dest="draft")
+    parser.add_argument(*_OWN["tp"], dest="tp", type=_at_least_one)
+    parser.add_argument(*_OWN["port"], dest="port", type=_port)
+    parser.add_argument("--mem-fraction-static", dest="memory_fraction", type=_fraction)
+    parser.add_argument("--context-length", type=_at_least_one)
+    return parser
+
+
+def _at_least_one(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1")
+    return int(text)
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port: a number from 1 to 65535")
+    return int(text)
+
+
+def _fraction(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share of GPU memory: above 0, at most 1, such as 0.9")
+    return value
+
+
+def place(model: str) -> str:
+    """A model as it is named, or its folder in this checkout where it is one of ours."""
+    here = folder().parent / model
+    return str(here) if model and not Path(model).exists() and here.is_dir() else model
+
+
+def plan(wanted: Wanted, cuda: bool) -> serve.Launch:
+    """The command line and environment of the server. Raises PatchError where the models are none."""
+    try:
+        return serve.plan(
+            wanted.model, wanted.draft, wanted.tp, wanted.port, wanted.extra, cuda=cuda, environ=wanted.environ
+        )
+    except SystemExit as error:
+        # serve speaks to people who write `make serve`.
+        said = str(error.code).replace("serve: ", "", 1).replace("MODEL= and DRAFT=", "--model and --draft")
+        raise PatchError(said) from None
+
+
+def not_reckoned(argv: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Options of a server's command line that doctor does not reckon with, and the checks whose failures then tell
+    nothing."""
+    words = {word.partition("=")[0] for word in argv}
+    found = {
+        spelling: checks for spellings, checks in _NOT_RECKONED.items() for spelling in spellings if spelling in words
+    }
+    device = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    device.add_argument("--device")
+    if device.parse_known_args(list(argv))[0].device == "cpu" and selection.has_gpu():
+        found["--device cpu"] = _OF_GPUS
+    return found
+
+
+def run(
+    name: str,
+    line: Sequence[str],
+    dry_run: bool,
+    with_doctor: bool,
+    execute: Callable[[str, list[str], dict[str, str]], None] | None = None,
+) -> bool:
+    """Examine, print the exact line, and become that server; returns only with `dry_run`, or after a failure of doctor.
+
+    Returns:
+        Whether doctor found no failure.
+
+    Raises:
+        PatchError: no such recipe, or what it names cannot be served.
+    """
+    from sglang_patches.doctor import app as doctor
+
+    wanted = combine(load(name), line, os.environ)
+    launch = plan(wanted, selection.has_gpu() if wanted.device is None else wanted.device == "cuda")
+    blind = not_reckoned(launch.argv)
+    healthy = not with_doctor or doctor.run(
+        wanted.model, wanted.draft, wanted.tp, wanted.port, wanted.memory_fraction, wanted.context_length,
+        environ=launch.env, forgiven={check for checks in blind.values() for check in checks},
+    )  # fmt: skip
+    if with_doctor:
+        for option, checks in blind.items():
+            print(f"launch: doctor does not reckon with {option}: a failure of {', '.join(checks)} does not count")
+        if wanted.device == "cuda" and not selection.has_gpu():
+            print(f"launch: {name} is for CUDA (device: cuda), and this machine has no GPU")
+            healthy = False
+    for note in launch.notes:
+        print(f"launch: {note}")
+    changed = {key: value for key, value in launch.env.items() if os.environ.get(key) != value}
+    # Quoted behind the sign: a shell takes 'A=b c' for a program's name.
+    assignments = [f"{key}={shlex.quote(value)}" for key, value in sorted(changed.items())]
+    print("launch:", *assignments, shlex.join(launch.argv), flush=True)
+    if dry_run or not healthy:
+        if not healthy and not dry_run:
+            print("launch: not started, because of the failures above; --no-doctor starts all the same", flush=True)
+        return healthy
+    (execute or os.execvpe)(launch.argv[0], launch.argv, launch.env)
+    return True
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def launch(
+    context: typer.Context,
+    recipe: Annotated[str, typer.Argument(help="A file of recipes/ by name, or the path of one.", metavar="RECIPE")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only examine and print the line.")] = False,
+    with_doctor: Annotated[bool, typer.Option("--doctor/--no-doctor", help="Examine this machine first.")] = True,
+) -> None:
+    """Serve by recipe: run `doctor`, print the exact `python -m sglang.launch_server` line, and execute it.
+
+    All further arguments are the server's (--tp-size 4 --context-length 32768 ...; also --model, --draft, --tp) and win
+    over the recipe. Exit code: 1 doctor found a failure and nothing was started, 2 usage; else the server's.
+    """
+    try:
+        ok = run(recipe, context.args, dry_run, with_doctor)
+    except BrokenPipeError:
+        raise  # whoever read our output has had enough
+    except (PatchError, OSError) as error:
+        typer.echo(f"sglang-patches: {of_system(error) if isinstance(error, OSError) else error}", err=True)
+        raise typer.Exit(2) from None
+    raise typer.Exit(0 if ok else 1)
