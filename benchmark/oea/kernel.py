@@ -15,6 +15,7 @@ import itertools
 import json
 import sys
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,13 @@ def main() -> int:
     wrong = check()
     print("\n".join(wrong[:20]) or "the kernel is the reference, eager and in graphs")
     timed = times()
-    result = {"differs": wrong, "microseconds": timed, "provenance": whole()}
+    result = {
+        "when": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": ["python", "-m", "benchmark.oea.kernel", *sys.argv[1:]],
+        "differs": wrong,
+        "microseconds": timed,
+        "provenance": whole(),
+    }
     given.out.write_text(json.dumps(result) + "\n")
     for entry in timed:
         print(entry)

@@ -409,7 +409,30 @@ def test_every_committed_result_is_shown() -> None:
     assert slices.headline == "shard: slices up to 16 requests, faster than an eager pass at every measured size"
     times = next(table for table in slices.tables if table.title == "shard: ms, medians over cycles")
     assert [cell.text for cell in times.rows[-1]][:4] == ["16", "on", "60", "12.68"]
+    quality = shown["benchmark/results/cpu-oea-quality/samples.json"]
+    assert (quality.kind, quality.headline) == ("oea.quality", "21 rows")
+    assert quality.tables[0].columns[:6] == ["phase", "requests", "tokens", "rule", "kl", "kl p99"]
+    assert [cell.text for cell in quality.tables[0].rows[1]][:4] == ["verify", "1", "4", "k0=1"]
+    assert "0.05096" in quality.tables[0].rows[1][4].text
+    assert "04020aae8579" in quality.code[0][2][0]
+    assert quality.command.startswith("python -m benchmark.oea.quality")
     parsed(page.render(found))
+
+
+def test_a_script_that_measures_is_shown_by_its_rows(tmp_path: Path) -> None:
+    """As the scripts write that compare kernels: figures inside figures, and samples that stay in the file."""
+    kernels = {"extend": {"median_us": 2.5, "samples": [1.0, 2.5, 3.0, 9.0]}, "split": {"failed": "no memory"}}
+    cell = {"batch": 1, "kernels": kernels, "outcome": {"result": "applied"}}
+    data = {"when": "2026-11-30", "command": ["python", "-m", "benchmark.x.run"], "code_state": {"id": "abc"},
+            "seconds": 3.5, "cells": [cell], "left_out": {}}  # fmt: skip
+    (tmp_path / "x.json").write_text(json.dumps(data))
+    found = page.find([tmp_path])
+    assert not found.unread + found.skipped
+    (section,) = found.sections
+    assert (section.kind, section.headline, section.when) == ("x.run", "1 cells", "2026-11-30")
+    assert section.tables[0].columns == ["batch", "kernels extend median_us", "kernels split failed"]
+    assert [cell.text for cell in section.tables[0].rows[0]] == ["1", "2.500", "no memory"]
+    assert ("seconds", "3.500") in section.facts
 
 
 def test_an_older_result_that_is_damaged_is_named(tmp_path: Path) -> None:

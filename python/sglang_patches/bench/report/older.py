@@ -21,6 +21,11 @@ from sglang_patches.errors import PatchError
 
 Data = Mapping[str, Any]
 
+# A list in a row that is longer holds raw samples.
+_SAMPLES = 3
+# What made a row, not what was measured.
+_NOT_MEASURED = {"provenance", "document", "code_state", "outcome", "samples"}
+
 
 def read(file: Path) -> Section | None:
     """The section of a JSON file; None where it is none of the formats known here.
@@ -34,7 +39,7 @@ def read(file: Path) -> Section | None:
         raise PatchError(f"{file}: not JSON: {error}\n  remedy     restore it (git checkout {file})") from None
     if not isinstance(data, dict):
         return None
-    for reader in (_tune, _verify_step, _speed, _agree, _stress, _slices):
+    for reader in (_tune, _verify_step, _speed, _agree, _stress, _slices, _script):
         try:
             section = reader(data, file)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
@@ -231,6 +236,41 @@ def _slices(data: Data, file: Path) -> Section | None:
                     section.tables.append(rows_table(f"{engine}: what start-up measured", slices["measured"]))
     section.headline = "; ".join(told) or "an engine told no start"
     return section
+
+
+def _script(data: Data, file: Path) -> Section | None:
+    """a script of `benchmark`, which writes lists of like rows beside its code state"""
+    lists = {name: value for name, value in data.items() if isinstance(value, list) and value}
+    lists = {name: value for name, value in lists.items() if all(isinstance(row, Mapping) for row in value)}
+    document = schema.find(data)
+    if not lists or (document is None and "code_state" not in data):
+        return None
+    command = data.get("command") or (schema.parse(document, str(file)).command if document else [])
+    module = next((str(word) for word in command if str(word).startswith("benchmark.")), "")
+    counts = ", ".join(f"{len(rows)} {name.replace('_', ' ')}" for name, rows in lists.items())
+    section = _section(data, file, module.removeprefix("benchmark.") or "measurements", counts, data)
+    section.tables = [rows_table(name.replace("_", " "), [_flat(row) for row in rows]) for name, rows in lists.items()]
+    plain = {name: value for name, value in data.items() if isinstance(value, str | int | float)}
+    section.facts += [(name.replace("_", " "), said(name, value).text) for name, value in plain.items()
+                      if name not in ("when", "made")]  # fmt: skip
+    return section
+
+
+def _flat(row: Data, above: str = "") -> dict[str, Any]:
+    """A row's numbers and words by their names, those inside others too; its raw samples stay in the file."""
+    flat: dict[str, Any] = {}
+    for name, value in row.items():
+        if name in _NOT_MEASURED:
+            continue
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{above}{name} ")
+        elif not isinstance(value, list) or _short(value):
+            flat[f"{above}{name}"] = value
+    return flat
+
+
+def _short(value: list[Any]) -> bool:
+    return len(value) <= _SAMPLES and not any(isinstance(one, list | Mapping) for one in value)
 
 
 def _section(data: Data, file: Path, kind: str, headline: str, made_by: Data) -> Section:
