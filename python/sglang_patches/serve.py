@@ -122,7 +122,7 @@ def plan(
     else:
         notes.append("no draft model: serving without speculative decoding")
     if cuda:
-        notes.append("GPU found: serving with CUDA")
+        notes.append("serving with CUDA")
         if config is not None and _weight_bytes(model) < _SMALL_MODEL_BYTES:
             # Upstream sizes the target's KV pool by free memory and gives the draft's as many slots without counting
             # them; next to a model this small the two do not fit.
