@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from unit.documents import made as document
 
+from bench.html_page import Page, parsed
 from bench.results_made import NASTY, ab, bisect, compare_upstream, comparison, factorial, sample, verify_step
 from sglang_patches.bench import ab as commands
 from sglang_patches.bench import design, findings, folder, tables
@@ -31,70 +31,6 @@ ROOT = Path(__file__).parents[2]
 COMMITTED = [ROOT / root for root in page.ROOTS]
 PNG = b"\x89PNG\r\n\x1a\n" + b"0" * 20
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
-_VOID = {"meta", "br", "img", "hr", "link", "input"}
-
-
-class Page(HTMLParser):
-    """Elements of a page: (tag, attributes, text), and whether its tags are balanced."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.open: list[tuple[str, dict[str, Any], list[str]]] = []
-        self.elements: list[tuple[str, dict[str, Any], str]] = []
-        self.feed(html)
-        self.close()
-        assert not self.open, f"left open: {[tag for tag, _, _ in self.open]}"
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag in _VOID:
-            self.elements.append((tag, dict(attrs), ""))
-        else:
-            self.open.append((tag, dict(attrs), []))
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs), ""))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open, f"</{tag}> closes nothing"
-        opened, attributes, texts = self.open.pop()
-        assert opened == tag, f"<{opened}> is closed by </{tag}>"
-        text = "".join(texts)
-        self.elements.append((tag, attributes, text))
-        if self.open:
-            self.open[-1][2].append(text)
-
-    def handle_data(self, data: str) -> None:
-        if self.open:
-            self.open[-1][2].append(data)
-
-    def all(self, tag: str, **attributes: str) -> list[tuple[dict[str, Any], str]]:
-        """(attributes, text) of the elements with this tag and these attributes."""
-        return [
-            (found, " ".join(text.split()))
-            for name, found, text in self.elements
-            if name == tag and all(found.get(key.rstrip("_")) == value for key, value in attributes.items())
-        ]
-
-
-def parsed(html: str) -> Page:
-    """The page, which must be sound: balanced, self-contained, with unique ids that its links name, and no script."""
-    read = Page(html)
-    ids = [attributes["id"] for _, attributes, _ in read.elements if "id" in attributes]
-    assert len(ids) == len(set(ids))
-    tags = {tag for tag, _, _ in read.elements}
-    assert not tags & {"script", "link", "iframe", "object", "embed", "base", "form"}
-    for tag, attributes, _ in read.elements:
-        assert not [name for name in attributes if name.startswith("on")], (tag, attributes)
-        if "src" in attributes:
-            assert attributes["src"].startswith("data:image/png;base64,")
-        if "href" in attributes:
-            assert attributes["href"][0] == "#"
-            assert attributes["href"][1:] in ids
-    assert "url(" not in html
-    assert "@import" not in html
-    policy = [a["content"] for a, _ in read.all("meta") if a.get("http-equiv") == "Content-Security-Policy"]
-    assert policy == ["default-src 'none'; style-src 'unsafe-inline'; img-src data:"]
-    return read
 
 
 def rendered(*roots: Path) -> Page:
@@ -378,70 +314,6 @@ def test_the_newest_is_first(tmp_path: Path) -> None:
     for name, when in (("old", "2026-01-01"), ("new", "2026-02-01"), ("untimed", "")):
         folder.write(tmp_path / name, ab(when=when))
     assert [section.name for section in page.find([tmp_path]).sections] == ["new", "old", "untimed"]
-
-
-def test_every_committed_result_is_shown() -> None:
-    """Also of the formats from before result folders, by figures that lie in the files."""
-    found = page.find(COMMITTED)
-    assert not found.unread
-    assert not found.skipped
-    shown = {section.where.removeprefix(f"{ROOT}/"): section for section in found.sections}
-    tune = shown["benchmark/allreduce/results/2xh200-nccl2.30.7/peer-access-on.json"]
-    assert tune.headline.startswith("graphs-only takes 0.35 of the time")
-    assert ["graphs-only", "0.3535"] in [[cell.text for cell in row[:2]] for row in tune.tables[0].rows]
-    assert tune.plot
-    assert "b9000baafe1c" in tune.code[0][2][0]
-    step = shown["benchmark/results/verify_step/h200-2026-11-29.json"]
-    assert step.headline == "a cycle of 16 requests: graph 4.51 ms, eager 32.21 ms"
-    assert len(step.charts) == 1
-    speed = shown["benchmark/tiny_kimi/results/speed-cpu.json"]
-    assert [cell.text for cell in speed.tables[0].rows[0]][1:4] == ["87.23", "47.52", "1.836"]
-    agree = shown["benchmark/tiny_kimi/results/tp2-2xh200.json"]
-    assert agree.headline == "4 of 16 answers equal, 0 not explained by rounding"
-    assert len(agree.tables[0].rows) == 12
-    stress = shown["benchmark/allreduce/results/2xh200-stress/default-profile.json"]
-    assert stress.headline == "0 wrong sums in 8,000 steps"
-    again = {name: shown[f"benchmark/allreduce/results/2xh200-stress-2/{name}.json"] for name in ("broken", "mixing")}
-    assert again["broken"].headline == "2 wrong sums in 50 steps (one was planted on purpose)"
-    assert again["mixing"].headline == "time only: no sums were checked"
-    assert again["mixing"].tables[0].columns[:3] == ["rank", "1 rows", "2 rows"]
-    slices = shown["benchmark/results/h200-sliced-verify/shard.json"]
-    assert slices.headline == "shard: slices up to 16 requests, faster than an eager pass at every measured size"
-    times = next(table for table in slices.tables if table.title == "shard: ms, medians over cycles")
-    assert [cell.text for cell in times.rows[-1]][:4] == ["16", "on", "60", "12.68"]
-    quality = shown["benchmark/results/cpu-oea-quality/samples.json"]
-    assert (quality.kind, quality.headline) == ("oea.quality", "21 rows")
-    assert quality.tables[0].columns[:6] == ["phase", "requests", "tokens", "rule", "kl", "kl p99"]
-    assert [cell.text for cell in quality.tables[0].rows[1]][:4] == ["verify", "1", "4", "k0=1"]
-    assert "0.05096" in quality.tables[0].rows[1][4].text
-    assert "04020aae8579" in quality.code[0][2][0]
-    assert quality.command.startswith("python -m benchmark.oea.quality")
-    parsed(page.render(found))
-
-
-def test_a_script_that_measures_is_shown_by_its_rows(tmp_path: Path) -> None:
-    """As the scripts write that compare kernels: figures inside figures, and samples that stay in the file."""
-    kernels = {"extend": {"median_us": 2.5, "samples": [1.0, 2.5, 3.0, 9.0]}, "split": {"failed": "no memory"}}
-    cell = {"batch": 1, "kernels": kernels, "outcome": {"result": "applied"}}
-    data = {"when": "2026-11-30", "command": ["python", "-m", "benchmark.x.run"], "code_state": {"id": "abc"},
-            "seconds": 3.5, "cells": [cell], "left_out": {}}  # fmt: skip
-    (tmp_path / "x.json").write_text(json.dumps(data))
-    found = page.find([tmp_path])
-    assert not found.unread + found.skipped
-    (section,) = found.sections
-    assert (section.kind, section.headline, section.when) == ("x.run", "1 cells", "2026-11-30")
-    assert section.tables[0].columns == ["batch", "kernels extend median_us", "kernels split failed"]
-    assert [cell.text for cell in section.tables[0].rows[0]] == ["1", "2.500", "no memory"]
-    assert ("seconds", "3.500") in section.facts
-
-
-def test_an_older_result_that_is_damaged_is_named(tmp_path: Path) -> None:
-    file = tmp_path / "speed.json"
-    file.write_text(json.dumps({"ratio": 1, "interval_95": [1], "a": {}, "b": {}}))
-    found = page.find([tmp_path])
-    assert len(found.unread) == 1
-    assert str(file) in found.unread[0]
-    assert "benchmark.tiny_kimi.speed" in found.unread[0]
 
 
 def test_bars_of_a_table_share_a_scale_and_what_is_beyond_it_is_an_arrow() -> None:
