@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sglang_patches.nccl.library import Communicator, Nccl
+from sglang_patches.nccl.bindings import Communicator, Nccl
 from sglang_patches.runtime.pcie_nccl_allreduce.guard import Guard
 
 TIMED_ROWS, TIMED_CALLS, WARMUPS, REPLAYS = (1, 2, 4, 8, 16, 32, 64), 50, 5, 40

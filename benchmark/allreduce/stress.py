@@ -33,7 +33,7 @@ import torch.multiprocessing as mp
 from benchmark.allreduce import machines, steps
 from benchmark.allreduce.steps import MOST_RANKS, plan
 from sglang_patches.nccl import provenance, topology
-from sglang_patches.nccl.library import Nccl, NcclError
+from sglang_patches.nccl.bindings import Nccl, NcclError
 from sglang_patches.nccl.settings import Settings, without_profile
 from sglang_patches.nccl.worker import c_environment
 from sglang_patches.runtime.pcie_nccl_allreduce import guard

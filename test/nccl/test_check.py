@@ -12,9 +12,9 @@ import pytest
 
 from sglang_patches.nccl import debug_log
 from sglang_patches.nccl import profile as profiles
+from sglang_patches.nccl.bindings import Nccl, NcclError, _config_fields, names_variable
 from sglang_patches.nccl.check import Result, Row, judge
 from sglang_patches.nccl.group import Outcome
-from sglang_patches.nccl.library import Nccl, NcclError, _config_fields, names_variable
 from sglang_patches.nccl.settings import Settings, with_profile, without_profile
 from sglang_patches.nccl.topology import Topology
 

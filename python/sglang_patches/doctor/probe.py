@@ -70,7 +70,7 @@ def main() -> None:
     """Print one line of JSON: `cuda` (empty for a build without), `cuda_problem`, `nccl`, `kernels`."""
     from sglang_patches import selection
     from sglang_patches.document import collect
-    from sglang_patches.nccl.library import Nccl, NcclError
+    from sglang_patches.nccl.bindings import Nccl, NcclError
 
     # What libraries print is not the answer, neither now nor when the process ends, behind all that Python wrote.
     answer = os.dup(1)

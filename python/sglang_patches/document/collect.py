@@ -162,7 +162,7 @@ def _remember(hashes: dict[str, str]) -> None:
 
 def nccl_version() -> str | None:
     """Of the NCCL that is loaded, as it tells itself; None where none is."""
-    from sglang_patches.nccl.library import Nccl, NcclError
+    from sglang_patches.nccl.bindings import Nccl, NcclError
 
     for file in mapped():
         if os.path.basename(file).startswith("libnccl.so"):

@@ -236,7 +236,7 @@ def _nccl_version(backend: Backend) -> str | None:
         return None
     import subprocess
 
-    code = "import torch; from sglang_patches.nccl.library import Nccl; print(Nccl().version())"
+    code = "import torch; from sglang_patches.nccl.bindings import Nccl; print(Nccl().version())"
     try:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=_LOAD_TIMEOUT)
     except subprocess.TimeoutExpired:

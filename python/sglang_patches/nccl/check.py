@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sglang_patches.nccl import debug_log
+from sglang_patches.nccl.bindings import names_variable
 from sglang_patches.nccl.group import Group, Job, Outcome
-from sglang_patches.nccl.library import names_variable
 from sglang_patches.nccl.settings import Settings
 
 Verdict = Literal["taken", "not told", "not taken"]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sglang_patches.nccl.library import GRAPHS_ONLY_SINCE, Communicator, Nccl
+from sglang_patches.nccl.bindings import GRAPHS_ONLY_SINCE, Communicator, Nccl
 
 
 class CannotRun(Exception):

@@ -166,7 +166,7 @@ def work(job: dict[str, Any], rank: int, report: Report) -> None:
     place = Place(rank, world, device, job["hidden"], tuple(job["rows"]), _DTYPES[job["dtype"]])
     versions = {"torch": torch.__version__, "cuda": torch.version.cuda}
     if cuda:
-        from sglang_patches.nccl.library import Nccl
+        from sglang_patches.nccl.bindings import Nccl
 
         nccl = Nccl()
         versions |= {"nccl": nccl.version(), "nccl_file": str(nccl.file), "gpu": torch.cuda.get_device_name(rank)}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from sglang_patches.doctor.finding import Finding
 from sglang_patches.doctor.host import Host, Kernels
-from sglang_patches.nccl.library import GRAPHS_ONLY_SINCE
+from sglang_patches.nccl.bindings import GRAPHS_ONLY_SINCE
 
 _HOPPER = 90
 
