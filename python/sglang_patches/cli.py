@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from sglang_patches import editing, hunks, selection, series, upstream
-from sglang_patches.errors import PatchError, of_system
+from sglang_patches.errors import PatchError, told
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -59,16 +59,8 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> None:
-        try:
+        with told():
             function(*args, **kwargs)
-        except PatchError as error:
-            typer.echo(f"sglang-patches: {error}", err=True)
-            raise typer.Exit(2) from None
-        except BrokenPipeError:
-            raise  # whoever read our output has had enough; click ends quietly
-        except OSError as error:
-            typer.echo(f"sglang-patches: {of_system(error)}", err=True)
-            raise typer.Exit(2) from None
 
     app.command(name=function.__name__.rstrip("_").replace("_", "-"))(run)
     return function

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 
 class PatchError(Exception):
     """A patch, a selection or an installation that cannot be used.
@@ -26,3 +29,18 @@ def of_system(error: OSError) -> str:
         f"{error.filename}: {error.strerror}\n"
         f"  remedy     name a place that exists and can be written (free space, permissions)"
     )
+
+
+@contextlib.contextmanager
+def told() -> Iterator[None]:
+    """Around a command: PatchErrors and failed file operations end it with a message on stderr and exit code 2."""
+    import typer  # what starts with every interpreter imports this module too
+
+    try:
+        yield
+    except BrokenPipeError:
+        raise  # whoever read our output has had enough; click ends quietly
+    except (PatchError, OSError) as error:
+        message = of_system(error) if isinstance(error, OSError) else str(error)
+        typer.echo(f"sglang-patches: {message}", err=True)
+        raise typer.Exit(2) from None

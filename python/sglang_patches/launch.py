@@ -20,7 +20,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from sglang_patches import selection, serve
-from sglang_patches.errors import PatchError, of_system
+from sglang_patches.errors import PatchError, told
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -297,11 +297,6 @@ def launch(
     All further arguments are the server's (--tp-size 4 --context-length 32768 ...; also --model, --draft, --tp) and win
     over the recipe. Exit code: 1 doctor found a failure and nothing was started, 2 usage; else the server's.
     """
-    try:
+    with told():
         ok = run(recipe, context.args, dry_run, with_doctor)
-    except BrokenPipeError:
-        raise  # whoever read our output has had enough
-    except (PatchError, OSError) as error:
-        typer.echo(f"sglang-patches: {of_system(error) if isinstance(error, OSError) else error}", err=True)
-        raise typer.Exit(2) from None
     raise typer.Exit(0 if ok else 1)

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from .server import REPO, Server, free_port, serve_command
+from sglang_patches.bench.server import free_port
+
+from .server import REPO, Server, serve_command
 
 # Configuration -> speculation, arguments that `make serve` does not give by itself.
 CONFIGURATIONS: dict[str, tuple[bool, list[str]]] = {

@@ -4,7 +4,6 @@ what it leaves behind."""
 from __future__ import annotations
 
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -26,22 +25,6 @@ REPO = Path(__file__).resolve().parents[2]
 # Cold byte-code caches and a busy machine together cost minutes; a hang should still be told from slowness.
 READY_SECONDS = 400.0
 STOP_SECONDS = 90.0
-
-
-def free_port() -> int:
-    """A TCP port on 127.0.0.1 that nobody listens on now, below the range for outgoing connections.
-
-    Drawn at random: a server binds its port only when the model is loaded, and another session may be choosing too.
-    """
-    for port in random.sample(range(20000, 30000), 100):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
-    raise RuntimeError("none of 100 ports drawn from 20000-29999 is free; end the servers that hold them")
 
 
 def shared_memory() -> set[str]:

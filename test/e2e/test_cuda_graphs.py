@@ -11,8 +11,10 @@ from typing import Any
 import httpx
 import torch
 
+from sglang_patches.bench.server import free_port
+
 from .conftest import DRAFT, MODEL
-from .server import Server, free_port, serve_command
+from .server import Server, serve_command
 
 PHASES = ("verify", "draft_decode", "draft_extend")
 PATH = "graph" if torch.cuda.is_available() else "cpu"

@@ -14,8 +14,10 @@ import httpx
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from sglang_patches.bench.server import free_port
+
 from .conftest import DRAFT, MODEL
-from .server import Server, free_port, serve_command
+from .server import Server, serve_command
 
 PATCH = "kimi-k25-eagle3-delegation"
 

@@ -18,11 +18,12 @@ from pathlib import Path
 import httpx
 import pytest
 
+from sglang_patches.bench.server import free_port
 from sglang_patches.provenance import upstream_hashes
 from sglang_patches.selection import cuda_driver_loads
 
 from .conftest import MODEL
-from .server import REPO, Server, free_port
+from .server import REPO, Server
 
 # Runs in every process of the server: writes down, again and again, what has been imported so far.
 WATCH = textwrap.dedent(

@@ -16,11 +16,12 @@ import pytest
 from benchmark.tiny_kimi import reference
 from transformers import AutoTokenizer
 
+from sglang_patches.bench.server import free_port
 from sglang_patches.series import load
 from sglang_patches.upstream import locate
 
 from .conftest import DRAFT, MODEL, SERVER_ARGS
-from .server import Server, free_port, serve_command
+from .server import Server, serve_command
 from .test_lossless import generate
 
 TEXT, TOKENS = "The river", 24

@@ -15,8 +15,10 @@ import httpx
 import psutil
 import pytest
 
+from sglang_patches.bench.server import free_port
+
 from .conftest import MODEL
-from .server import Server, free_port, serve_command
+from .server import Server, serve_command
 
 Start = Callable[..., Server]
 

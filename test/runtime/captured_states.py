@@ -12,7 +12,6 @@ layer left its sum over the ranks to the next.
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,16 +22,11 @@ from unittest import mock
 os.environ |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
 
 import torch
+from ranks import free_port
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 
 MODELS = Path(__file__).parents[1] / "models"
 Batch = list[tuple[list[int], int]]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def make_runner(rank: int, tp: int, port: int) -> Any:

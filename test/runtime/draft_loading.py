@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,15 +21,10 @@ os.environ |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "TORCHDYNAM
 
 import torch
 from drafts import DRAFT, TARGET
+from ranks import free_port
 from safetensors.torch import load_file
 
 PATCH = "kimi-k25-eagle3-delegation"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def start() -> tuple[Any, Any]:

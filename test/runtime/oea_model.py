@@ -17,6 +17,7 @@ from unittest import mock
 import captured_states
 import torch
 from oea_paper import PREFIX, REQUESTS, RULES, WIDTH, text
+from ranks import free_port
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
 
 from sglang_patches.runtime import _outcome, oea_topk
@@ -104,7 +105,7 @@ def calls() -> dict[str, Any]:
 
 
 def main(out: Path) -> None:
-    runner = captured_states.make_runner(0, 1, captured_states.free_port())
+    runner = captured_states.make_runner(0, 1, free_port())
     target = captured_states.Target(runner)
     found: dict[str, Any] = {}
     with torch.inference_mode():

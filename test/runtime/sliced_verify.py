@@ -14,7 +14,8 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
-from captured_states import Target, free_port, make_runner  # sets the environment first
+from captured_states import Target, make_runner  # sets the environment first
+from ranks import free_port
 
 import torch  # isort: skip
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode  # isort: skip

@@ -136,7 +136,8 @@ def kernels() -> dict[Any, Any]:
 
 
 def backend() -> dict[Any, Any]:
-    from captured_states import Target, free_port, make_runner
+    from captured_states import Target, make_runner
+    from ranks import free_port
 
     runner = make_runner(0, 1, free_port())
     from sglang.srt.layers.attention.triton_backend import TritonAttnBackend

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import socket
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import meet
 
 from sglang_patches.nccl import topology
 from sglang_patches.nccl.topology import Topology
@@ -93,27 +90,7 @@ BEHAVIOURS = ("both can", "one refuses", "both refuse", "told differently", "sil
 @pytest.fixture(scope="module")
 def said() -> dict[tuple[str, int], dict[str, Any]]:
     """Two gloo ranks meet once for each behaviour, with upstream's published configuration: what each says after it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), str(port), *BEHAVIOURS],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=150)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    lines = [line.removeprefix("SAID ") for out in outputs for line in out.splitlines() if line.startswith("SAID ")]
-    heard = {(entry["behaviour"], entry["rank"]): entry for entry in map(json.loads, lines)}
-    assert len(heard) == 2 * len(BEHAVIOURS), "\n".join(outputs)
-    return heard
+    return meet(RANK, behaviours=BEHAVIOURS)[0]
 
 
 def told(said: Any, behaviour: str) -> dict[str, Any]:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import socket
-import subprocess
-import sys
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -15,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import meet
 from sglang.srt.arg_groups.model_override_base import resolving_view
 from sglang.srt.server_args import ServerArgs
 
@@ -331,26 +329,7 @@ def ranks() -> dict[tuple[str, int], dict[str, Any]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(topology, "read", lambda _environ: PCIE.subset([0, 1]))
         assert decision.prepare(arguments(tp_size=2), environ)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), str(port), json.dumps(environ), *BEHAVIOURS],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=200)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    lines = [line.removeprefix("SAID ") for out in outputs for line in out.splitlines() if line.startswith("SAID ")]
-    said = {(entry["behaviour"], entry["rank"]): entry for entry in map(json.loads, lines)}
-    assert len(said) == 2 * len(BEHAVIOURS), "\n".join(outputs)
+    said, outputs = meet(RANK, json.dumps(environ), behaviours=BEHAVIOURS)
     return said | {("output", rank): {"text": out} for rank, out in enumerate(outputs)}
 
 

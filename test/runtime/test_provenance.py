@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 import os
-import socket
 import subprocess
 import sys
 from typing import Any
 
 import pytest
 from prometheus_client import generate_latest
+from ranks import free_port
 from sglang.srt.managers.scheduler_components.metrics_reporter import SchedulerMetricsReporter
 
 from sglang_patches.provenance import code_state
@@ -144,9 +144,7 @@ dist.barrier()
 
 def run_ranks(odd_rank: int | None, behaviour: str, selection: str) -> list[tuple[int, str]]:
     """Three real ranks, ``odd_rank`` of which differs: exit status and error output of each."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     processes = []
     for rank in range(3):
         odd = rank == odd_rank
@@ -160,6 +158,7 @@ def run_ranks(odd_rank: int | None, behaviour: str, selection: str) -> list[tupl
     finally:
         for process in processes:
             process.kill()
+            process.wait()
 
 
 def test_ranks_with_one_patch_set_go_on() -> None:

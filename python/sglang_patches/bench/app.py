@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from sglang_patches.errors import PatchError, of_system
+from sglang_patches.errors import told
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -39,15 +39,8 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> None:
         try:
-            function(*args, **kwargs)
-        except PatchError as error:
-            typer.echo(f"sglang-patches: {error}", err=True)
-            raise typer.Exit(2) from None
-        except BrokenPipeError:
-            raise  # whoever read our output has had enough; click ends quietly
-        except OSError as error:
-            typer.echo(f"sglang-patches: {of_system(error)}", err=True)
-            raise typer.Exit(2) from None
+            with told():
+                function(*args, **kwargs)
         except KeyboardInterrupt:
             typer.echo("interrupted: the turns that were whole are kept; the same command again goes on", err=True)
             raise typer.Exit(130) from None

@@ -16,7 +16,7 @@ from sglang_patches.doctor.checks import examine
 from sglang_patches.doctor.finding import Finding
 from sglang_patches.doctor.host import Host
 from sglang_patches.doctor.read import read
-from sglang_patches.errors import PatchError, of_system
+from sglang_patches.errors import told
 
 # What a recorded host holds already.
 _OF_THIS_MACHINE = ("model", "draft", "tp", "port", "context_length", "mem_fraction_static", "record")
@@ -55,13 +55,8 @@ def doctor(
                 err=True,
             )
             raise typer.Exit(2)
-    try:
+    with told():
         ok = run(model, draft, tp, port, mem_fraction_static, context_length, host, record, as_json)
-    except BrokenPipeError:
-        raise  # whoever read our output has had enough
-    except (PatchError, OSError) as error:
-        typer.echo(f"sglang-patches: {of_system(error) if isinstance(error, OSError) else error}", err=True)
-        raise typer.Exit(2) from None
     raise typer.Exit(0 if ok else 1)
 
 

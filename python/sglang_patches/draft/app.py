@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from sglang_patches.draft.check import inspect
-from sglang_patches.errors import PatchError
+from sglang_patches.errors import told
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -43,11 +43,8 @@ def check(
 
     Exit code: 0 it fits, 1 it would be refused, 2 one of them is not here or cannot be read.
     """
-    try:
+    with told():
         report = inspect(target, draft, context_length, dtype)
-    except PatchError as error:
-        typer.echo(f"sglang-patches: {error}", err=True)
-        raise typer.Exit(2) from None
     if as_json:
         typer.echo(json.dumps({"fits": report.fits, **asdict(report)}, indent=2))
         raise typer.Exit(0 if report.fits else 1)
