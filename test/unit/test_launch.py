@@ -142,8 +142,11 @@ def test_doctor_examines_the_environment_of_the_server(
     assert (environ["A"], environ["SGLANG_PATCHES"]) == ("b c", "-strict-api")
     printed = capfd.readouterr().out
     assert "strict-api off" in printed
+    line = next(line for line in printed.splitlines() if line.startswith("launch: A="))
     # As a shell wants it: quoted behind the sign.
-    assert "launch: A='b c' SGLANG_PATCHES=-strict-api" in printed
+    assert line.startswith("launch: A='b c' ")
+    assert " SGLANG_PATCHES=-strict-api " in line
+    assert shlex.split(line.removeprefix("launch: "))[0] == "A=b c"
 
 
 def test_a_recipe_that_is_none(tmp_path: Path) -> None:
