@@ -355,6 +355,14 @@ def draft(context: typer.Context) -> None:
     commands(context.args, prog_name="sglang-patches draft")
 
 
+@app.command(name="spec", **_HANDED_ON)
+def spec(context: typer.Context) -> None:
+    """Say how many tokens to draft at each batch size, and where not to, from measured times: `spec plan`."""
+    from sglang_patches.spec.app import app as commands
+
+    commands(context.args, prog_name="sglang-patches spec")
+
+
 @app.command(name="doctor", **_HANDED_ON)
 def doctor(context: typer.Context) -> None:
     """Say what of this machine will slow a server down or keep it from starting: GPUs, links, NCCL, memory, patches."""

@@ -8,9 +8,12 @@ the tokens that transformers gives.
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from benchmark.tiny_kimi import reference
@@ -24,7 +27,10 @@ from .conftest import DRAFT, MODEL, SERVER_ARGS
 from .server import Server, serve_command
 from .test_lossless import generate
 
-TEXT, TOKENS = "The river", 24
+TOKENS = 24
+# The server that has every patch on also changes its draft steps by batch size, as `spec plan` has them changed.
+PLANNED = {"1": 3, "2": 1, "4": 0}
+TOGETHER = ["The river", "In the morning", "Winter came", "My friend said", "A small bird"]
 # Without these, upstream serves this checkpoint on a CPU wrongly or not at all.
 ALWAYS = {"cpu-eagle3", "torch-native-mla", "kimi-k25-native-processor"}
 
@@ -64,10 +70,19 @@ def test_every_pair_meets_in_every_combination(columns: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def expected() -> tuple[list[int], list[int]]:
-    """A prompt and its greedy continuation by transformers."""
-    ids: list[int] = AutoTokenizer.from_pretrained(MODEL)(TEXT)["input_ids"]
-    return ids, reference.greedy(reference.load_text_model(MODEL), ids, TOKENS)
+def expected() -> list[tuple[list[int], list[int]]]:
+    """Prompts and their greedy continuations by transformers."""
+    tokenizer, model = AutoTokenizer.from_pretrained(MODEL), reference.load_text_model(MODEL)
+    prompts = [tokenizer(text)["input_ids"] for text in TOGETHER]
+    return [(ids, reference.greedy(model, ids, TOKENS)) for ids in prompts]
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Arguments of a server that changes its draft steps by batch size."""
+    file: Path = tmp_path_factory.mktemp("plan") / "plan.json"
+    file.write_text(json.dumps({size: {"candidate_steps": [steps]} for size, steps in PLANNED.items()}))
+    return ["--speculative-adaptive", "--speculative-adaptive-config", str(file)]
 
 
 @pytest.fixture(scope="module")
@@ -80,25 +95,41 @@ def started() -> Iterator[dict[str, Server]]:
 
 
 @pytest.fixture
-def server(selection: str, started: dict[str, Server]) -> Iterator[Server]:
+def server(selection: str, started: dict[str, Server], planned: list[str]) -> Iterator[Server]:
     """The selection's server, ready; the next one's starts meanwhile, for which one core would be idle."""
     at = SELECTIONS.index(selection)
     for wanted in SELECTIONS[at : at + 2]:
         if wanted not in started:
             port = free_port()
-            command = serve_command(port, MODEL, DRAFT, ["--skip-server-warmup", *SERVER_ARGS])
+            more = planned if wanted == "all" else []
+            command = serve_command(port, MODEL, DRAFT, ["--skip-server-warmup", *more, *SERVER_ARGS])
             started[wanted] = Server(command, port, MODEL, DRAFT, {"SGLANG_PATCHES": wanted})
     yield started[selection].wait_ready()
     started.pop(selection).kill()
 
 
 @pytest.mark.parametrize("selection", SELECTIONS, ids=range(len(SELECTIONS)))
-def test_served_with_others_off(selection: str, server: Server, expected: tuple[list[int], list[int]]) -> None:
+def test_served_with_others_off(selection: str, server: Server, expected: list[tuple[list[int], list[int]]]) -> None:
     print(selection)
     off = {word[1:] for word in selection.split(",")[1:]}
     told = re.search(r"patch set \w+ on sglang \S+, pid \d+: (.+)", server.log())
     assert told is not None
     on = {word.strip() for word in told[1].split(";")[0].split(",")}
     assert on == ({*names()} | ALWAYS) - off
-    ids, wanted = expected
+    ids, wanted = expected[0]
     assert generate(server, ids, TOKENS) == wanted
+    if selection == "all":
+        _steps_by_batch_size_lose_nothing(server, expected)
+
+
+def _steps_by_batch_size_lose_nothing(server: Server, expected: list[tuple[list[int], list[int]]]) -> None:
+    def ask(at: int) -> bool:
+        ids, wanted = expected[at]
+        tokens = TOKENS - 2 * at  # each ends at another time, so that the batch shrinks by and by
+        return generate(server, ids, tokens) == wanted[:tokens]
+
+    for together in (len(expected), 2, 1):
+        with ThreadPoolExecutor(together) as pool:
+            assert all(pool.map(ask, range(together)))
+    taken = {int(steps) for steps in re.findall(r"Switch adaptive runtime state: steps \d+ -> (\d+)", server.log())}
+    assert taken == set(PLANNED.values())

@@ -10,6 +10,8 @@ from pathlib import Path
 from sglang_patches.bench.verify_step.grid import Grid
 from sglang_patches.document import secrets
 
+# Upstream drafts nothing, and keeps the draft's KV cache up to date, only in its adaptive mode.
+_NO_DRAFTS = Path(__file__).parent / "no-drafts.json"
 # Upstream's default; longer prompts are prefilled whole, since a chunk with a prefix takes MLA's slower path.
 _LEAST_PREFILL = 8192
 
@@ -61,12 +63,15 @@ class Chosen:
             made += ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(self.draft)]
             made += ["--speculative-num-steps", str(draft_tokens - 1), "--speculative-eagle-topk", "1"]
             made += ["--speculative-num-draft-tokens", str(draft_tokens)]
+        if draft_tokens == 1:
+            made += ["--speculative-adaptive", "--speculative-adaptive-config", str(_NO_DRAFTS)]
         return [*made, *self.extra]
 
     def shown(self, draft_tokens: int) -> list[str]:
         """The same as it is kept: secrets masked, and the shard's temporary folder named ``<shard>``."""
         home = str(self.target.parent) if self.dummy else "\0"
-        return [word.replace(home, "<shard>") for word in secrets.command(self.arguments(draft_tokens))]
+        words = (word.replace(str(_NO_DRAFTS), _NO_DRAFTS.name) for word in self.arguments(draft_tokens))
+        return [word.replace(home, "<shard>") for word in secrets.command(list(words))]
 
     def environment(self) -> dict[str, str]:
         """Of the engine's process."""

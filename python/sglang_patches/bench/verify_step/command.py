@@ -29,9 +29,9 @@ def _numbers(text: str, option: str, least: int = 1) -> list[int]:
 
 def verify_step(
     out: Annotated[Path, typer.Option(help="Result folder; a bare name lies in benchmark/results. Continues one.")],
-    draft_tokens: Annotated[str, typer.Option(help="Tokens of a chain, its root included; an engine for each.")] = (
-        "2,3,4,8"
-    ),
+    draft_tokens: Annotated[
+        str, typer.Option(help="Tokens of a chain, root included (1: no draft); an engine for each.")
+    ] = ("2,3,4,8"),
     plain: Annotated[bool, typer.Option(help="Measure one-token decode without speculation, too.")] = True,
     batch_sizes: Annotated[str, typer.Option(help="Requests at once.")] = "1,2,4,8,16",
     contexts: Annotated[str, typer.Option(help="Prompt tokens.")] = "1024,8192,32768",
@@ -71,7 +71,7 @@ def verify_step(
         typer.echo(f"{folder}: {added} records added")
         typer.echo(render.write(folder).headline)
         return
-    if bool(model) != bool(draft) and (draft or _numbers(draft_tokens, "--draft-tokens", 2)):
+    if bool(model) != bool(draft) and (draft or _numbers(draft_tokens, "--draft-tokens")):
         raise PatchError("--model and --draft go together\n  remedy     give both, or neither for the rank's share")
     for option, path in (("--model", model), ("--draft", draft)):
         if path and not Path(path, "config.json").is_file():
@@ -92,7 +92,7 @@ def verify_step(
         eager_everywhere=eager_everywhere,
         profiled=profile,
     )
-    engines = [*([0] if plain else []), *_numbers(draft_tokens, "--draft-tokens", 2)]
+    engines = [*([0] if plain else []), *_numbers(draft_tokens, "--draft-tokens")]
     if not engines or not measured.batch_sizes or not measured.contexts:
         raise PatchError(
             "nothing to measure\n  remedy     give --draft-tokens, --batch-sizes and --contexts, or --plain"

@@ -199,6 +199,9 @@ def _install_speculative() -> None:
     from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker, EAGLEWorkerV2
 
     EagleDraftWorker.draft = probe.timed("draft_decode", EagleDraftWorker.draft)
+    # In its place where nothing is drafted.
+    trivial = EAGLEWorkerV2._build_trivial_verify_input
+    EAGLEWorkerV2._build_trivial_verify_input = probe.timed("draft_decode", trivial)
     EAGLEWorkerV2.verify = probe.timed("verify", EAGLEWorkerV2.verify)
     extend = EagleDraftWorker._draft_extend_for_decode
     EagleDraftWorker._draft_extend_for_decode = probe.timed("draft_extend", extend)

@@ -112,13 +112,19 @@ def copy_bandwidth(device: torch.device) -> dict[str, float]:
 
 
 def facts(found: dict[str, Any]) -> dict[str, Any]:
-    """Of each model: `weights`, ``kv_token`` (bytes) and ``vocabulary`` (rows of its head); and of the device."""
+    """Of each model: `weights`, ``kv_token`` (bytes), ``vocabulary`` (rows of its head) and ``layers``; and of the
+    device."""
     told: dict[str, Any] = {}
     for role, runner in found.items():
         model = _text_model(runner)
         head = getattr(model, "lm_head", None)
         rows = 0 if head is None else int(head.weight.shape[0])
-        told[role] = {**weights(model), "kv_token": kv_token_bytes(runner.token_to_kv_pool), "vocabulary": rows}
+        told[role] = {
+            **weights(model),
+            "kv_token": kv_token_bytes(runner.token_to_kv_pool),
+            "vocabulary": rows,
+            "layers": runner.model_config.num_hidden_layers,
+        }
     device = next(found["target"].model.parameters()).device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     return {"models": told, "device": name, "copy": copy_bandwidth(device)}

@@ -70,6 +70,7 @@ def _engine(records: Sequence[dict[str, Any]], head: Mapping[str, Any]) -> dict[
         "device": facts.get("device"),
         "copy_gb_per_s": facts.get("copy", {}).get("gb_per_s"),
         "start_s": head.get("start_seconds"),
+        "target_layers": target.get("layers"),
         "target_dense_mib": _mib(target.get("dense")),
         "target_expert_mib": _mib(max(target.get("experts", {}).values(), default=None)),
         "target_kv_bytes_per_token": target.get("kv_token"),

@@ -1,0 +1,1 @@
+"""How many tokens to draft, and when not to: a plan from measured cycle times and measured acceptance."""
