@@ -14,7 +14,7 @@ INSTALLED := $(VENV)/.installed
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHONUNBUFFERED = 1
 
-.PHONY: help setup serve stop test unit lint format lanes
+.PHONY: help setup serve stop test unit lint format lanes docs docs-serve
 .DEFAULT_GOAL := help
 
 help:
@@ -22,6 +22,7 @@ help:
 	@echo 'make serve MODEL=.. DRAFT=.. TP=8 PORT=.. ARGS=".."   the same for a real model'
 	@echo 'make stop PORT=..               end the server on that port and its children'
 	@echo 'make lanes                      carry the patches to every release since 0.5.17 and write docs/lanes.md'
+	@echo 'make docs                       build docs/ as a site into site/; make docs-serve shows it while you write'
 	@echo 'make test | unit | lint | format                      checks: all, unit tests only, ruff and mypy, fix format'
 
 setup: $(INSTALLED)
@@ -45,11 +46,19 @@ unit: $(INSTALLED)
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy python sgl-kernel/python benchmark test hatch_build.py
+	$(BIN)/mypy python sgl-kernel/python benchmark test scripts hatch_build.py
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Its notice that mkdocs-material will be followed by another tool concerns nobody who reads or writes these pages.
+docs docs-serve: export NO_MKDOCS_2_WARNING = 1
+docs: $(INSTALLED)
+	$(BIN)/python -m mkdocs build --strict
+
+docs-serve: $(INSTALLED)
+	$(BIN)/python -m mkdocs serve
 
 # Exit code 1 of the command says that some patch was not carried somewhere, which the matrix is there to tell.
 lanes: $(INSTALLED)

@@ -38,5 +38,5 @@ if [[ -z $uv ]] || ! "$uv" --version >/dev/null 2>&1; then
   uv=$venv/bin/uv
 fi
 echo "setup: installing the pinned upstream release and its libraries into $venv (9 GB, a minute or more) ..."
-"$uv" pip install --python "$venv/bin/python" --editable '.[test,bench]'
+"$uv" pip install --python "$venv/bin/python" --editable '.[test,bench,docs]'
 echo "setup: done in $((SECONDS - started)) s"
