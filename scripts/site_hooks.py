@@ -60,7 +60,7 @@ def _table_of_patches() -> str:
     """The table of README.md, with links as from docs/patches/."""
     rows = [line for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines() if line.startswith("|")]
     start = next(at for at, row in enumerate(rows) if row.startswith("| patch |"))
-    end = next(at for at, row in enumerate(rows) if at > start + 1 and not row.startswith("| ["))
+    end = next((at for at, row in enumerate(rows) if at > start + 1 and not row.startswith("| [")), len(rows))
     return "\n".join(rows[start:end]).replace("(docs/patches/", "(").replace("(docs/", "(../")
 
 
@@ -74,10 +74,10 @@ def _on_site(target: str, uri: str, path: str) -> str:
 def as_python_markdown(text: str) -> str:
     """The same text with a blank line before each list, and items' content indented by multiples of four columns."""
     lines = text.split("\n")
-    shift: dict[
-        int, list[tuple[int, int]]
-    ] = {}  # by line: (columns to take away, columns to put there), outermost first
-    first: dict[int, int] = {}  # by line that begins an item: width of its marker
+    # By line: columns to take away and to put there, for each item it is in, the outermost first.
+    shift: dict[int, list[tuple[int, int]]] = {}
+    # By line that begins an item: width of its marker.
+    first: dict[int, int] = {}
     before: set[int] = set()
     depth, blank_inside = 0, False  # the latter of the item before
     for token in MarkdownIt("commonmark").enable("table").parse(text):

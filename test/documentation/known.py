@@ -17,7 +17,7 @@ from sglang_patches import selection, series, upstream
 from sglang_patches.cli import app
 from sglang_patches.errors import PatchError
 
-from .commands import ROOT, Command, Stage
+from .commands import ROOT, Command, Stage, split
 
 # Other programs that a page may use; what they do is not checked.
 _PLAIN = (
@@ -152,8 +152,6 @@ def problems(command: Command) -> list[str]:
 
 def span_problems(text: str) -> list[str]:
     """What is wrong with a code span, which may be the beginning of a command, or an option."""
-    from .commands import split
-
     first = text.split()[0] if text.split() else ""
     if re.fullmatch(r"--[a-z][\w-]*(=.*)?", first):
         name = first.partition("=")[0]
