@@ -46,6 +46,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     """Make one page's text what Python-Markdown reads as CommonMark does, with links as they are on the site."""
     uri = page.file.src_uri
     inside = Path(page.file.abs_src_path).is_relative_to(config["docs_dir"])
+    if not inside:  # figures, which have every word in them: found after the pages that explain them
+        page.meta["search"] = {"boost": 0.1}
     if _TABLE_OF_PATCHES in markdown:
         markdown = markdown.replace(_TABLE_OF_PATCHES, _table_of_patches())
     markdown = _LINK.sub(lambda match: _on_site(match[1], uri, f"docs/{uri}" if inside else uri), markdown)
