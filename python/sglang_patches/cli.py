@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable
 from functools import wraps
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -324,59 +325,57 @@ def diff(
     raise typer.Exit(1 if any(entry.matters for entry in found) else 0)
 
 
-# Handed on unread: what is behind them imports torch and more, which the others must not wait for.
-_HANDED_ON: dict[str, Any] = {
-    "add_help_option": False,
-    "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},
+# Commands with options of their own, which are read where they are defined; only the one that is called is imported.
+ELSEWHERE = {
+    "nccl": (
+        "sglang_patches.nccl.app",
+        "NCCL on this host: `nccl check` shows which settings it took, `nccl tune` finds the fast ones.",
+    ),
+    "bench": (
+        "sglang_patches.bench.app",
+        "Measure on real servers what patches, variables and arguments do: `bench ab` compares two selections.",
+    ),
+    "draft": (
+        "sglang_patches.draft.app",
+        "Say what an EAGLE-3 draft checkpoint is and whether it fits a target, offline: `draft check TARGET DRAFT`.",
+    ),
+    "spec": (
+        "sglang_patches.spec.app",
+        "Say how many tokens to draft at each batch size, and where not to, from measured times: `spec plan`.",
+    ),
+    "doctor": (
+        "sglang_patches.doctor.app",
+        "Say what of this machine will slow a server down or keep it from starting: GPUs, links, memory, patches.",
+    ),
+    "launch": (
+        "sglang_patches.launch",
+        "Serve by recipe: run `doctor`, print the exact `python -m sglang.launch_server` line, and execute it.",
+    ),
+    "top": (
+        "sglang_patches.observe.top",
+        "Watch a server: tokens/s, accept length by position, time of verify and draft, CUDA graphs, all-reduce, KV.",
+    ),
+    "metrics": (
+        "sglang_patches.observe.documents",
+        "Print the Prometheus metrics of all patches as a table, or a Grafana dashboard of them (docs/metrics.md).",
+    ),
 }
 
 
-@app.command(name="nccl", **_HANDED_ON)
-def nccl(context: typer.Context) -> None:
-    """NCCL on this host: `nccl check` shows which settings it took, `nccl tune` finds the fast ones."""
-    from sglang_patches.nccl.app import app as commands
+def _hand_on(name: str, module: str) -> Callable[[typer.Context], None]:
+    def run(context: typer.Context) -> None:
+        import_module(module).app(context.args, prog_name=f"sglang-patches {name}")
 
-    commands(context.args, prog_name="sglang-patches nccl")
-
-
-@app.command(name="bench", **_HANDED_ON)
-def bench(context: typer.Context) -> None:
-    """Measure on real servers what patches, variables and arguments do: `bench ab` compares two selections."""
-    from sglang_patches.bench.app import app as commands
-
-    commands(context.args, prog_name="sglang-patches bench")
+    return run
 
 
-@app.command(name="draft", **_HANDED_ON)
-def draft(context: typer.Context) -> None:
-    """Say what an EAGLE-3 draft checkpoint is and whether it fits a target, offline: `draft check TARGET DRAFT`."""
-    from sglang_patches.draft.app import app as commands
-
-    commands(context.args, prog_name="sglang-patches draft")
-
-
-@app.command(name="spec", **_HANDED_ON)
-def spec(context: typer.Context) -> None:
-    """Say how many tokens to draft at each batch size, and where not to, from measured times: `spec plan`."""
-    from sglang_patches.spec.app import app as commands
-
-    commands(context.args, prog_name="sglang-patches spec")
-
-
-@app.command(name="doctor", **_HANDED_ON)
-def doctor(context: typer.Context) -> None:
-    """Say what of this machine will slow a server down or keep it from starting: GPUs, links, NCCL, memory, patches."""
-    from sglang_patches.doctor.app import app as commands
-
-    commands(context.args, prog_name="sglang-patches doctor")
-
-
-@app.command(name="launch", **_HANDED_ON)
-def launch(context: typer.Context) -> None:
-    """Serve by recipe: run `doctor`, print the exact `python -m sglang.launch_server` line, and execute it."""
-    from sglang_patches.launch import app as commands
-
-    commands(context.args, prog_name="sglang-patches launch")
+for _name, (_module, _says) in ELSEWHERE.items():
+    app.command(
+        name=_name,
+        help=_says,
+        add_help_option=False,
+        context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},
+    )(_hand_on(_name, _module))
 
 
 def main() -> None:

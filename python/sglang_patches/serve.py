@@ -197,7 +197,8 @@ def _watch(pid: int, url: str, name: str) -> None:
         return
     print(
         f"\nserve: ready after {time.monotonic() - started:.0f} s. Try:\n  {try_line(url, name)}\n"
-        f"Code state and accept length: curl -s {url}/server_info\n",
+        f"Code state and accept length: curl -s {url}/server_info\n"
+        f"Watch it: sglang-patches top --url {url}\n",
         flush=True,
     )
 

@@ -13,8 +13,7 @@ from typing import Any
 
 import typer.main
 
-from sglang_patches import selection, series, upstream
-from sglang_patches.cli import app
+from sglang_patches import cli, selection, series, upstream
 from sglang_patches.errors import PatchError
 
 from .commands import ROOT, Command, Stage, split
@@ -112,7 +111,7 @@ def our_options() -> frozenset[str]:
 
 
 def _root() -> Any:
-    return typer.main.get_command(app)
+    return typer.main.get_command(cli.app)
 
 
 def _inner(command: Any) -> dict[str, Any]:
@@ -126,9 +125,8 @@ def _inner(command: Any) -> dict[str, Any]:
 
 @functools.cache
 def _handed_on(name: str) -> Any:
-    package = importlib.import_module(f"sglang_patches.{name}")
-    module = package if hasattr(package, "app") and not hasattr(package, "__path__") else None
-    return typer.main.get_command((module or importlib.import_module(f"sglang_patches.{name}.app")).app)
+    module, _says = cli.ELSEWHERE[name]
+    return typer.main.get_command(importlib.import_module(module).app)
 
 
 def _options(command: Any) -> Iterator[str]:

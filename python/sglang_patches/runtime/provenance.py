@@ -7,13 +7,14 @@ that short runs show none; here each verify pass counts at once.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 from sglang_patches.document import server
 from sglang_patches.provenance import code_state
-from sglang_patches.runtime import _outcome
+from sglang_patches.runtime import _metrics, _outcome
 
 # Ranks meet in `init_process_group` just before they compare, so a rank that takes longer will not come.
 _RANK_WAIT = timedelta(seconds=60)
@@ -25,14 +26,42 @@ class CodeStateMismatch(RuntimeError):
 
 
 class _Acceptance:
-    """Tokens accepted (bonus token included) and verify passes of this process, counted per request."""
+    """Tokens accepted (bonus token included) and verify passes of this process, counted per request.
+
+    ``drafts``: by number of draft tokens accepted, how many requests of verify passes had so many.
+    """
 
     def __init__(self) -> None:
         self.tokens = 0
         self.passes = 0
+        self.drafts: Counter[int] = Counter()
+        self._verified = _metrics.Exported(_metrics.VERIFIED)
+        self._accepted = _metrics.Exported(_metrics.ACCEPTED)
+
+    def export(self, labels: Mapping[str, Any]) -> None:
+        """Bring the metrics up to date.
+
+        Args:
+            labels: upstream's own, from its metrics collector.
+        """
+        _metrics.ACCEPT_LENGTH.child(labels).set(self.tokens / max(self.passes, 1))
+        self._verified.export([((), self.drafts.total())], labels)
+        longest = max(max(self.drafts, default=0), _draft_steps())
+        reached = [sum(count for drafts, count in self.drafts.items() if drafts >= at) for at in range(1, longest + 1)]
+        self._accepted.export([((str(at),), count) for at, count in enumerate(reached, start=1)], labels)
 
 
 _acceptance = _Acceptance()
+
+
+def _draft_steps() -> int:
+    """Draft steps of this server, so that a position that is never accepted is told as 0; 0 where not known."""
+    from sglang.srt.runtime_context import get_spec
+
+    try:
+        return int(get_spec().speculative_num_steps or 0)
+    except Exception:  # not published in this process; upstream raises errors of several classes
+        return 0
 
 
 @functools.cache
@@ -56,36 +85,31 @@ def count_acceptance(update: Callable[..., None]) -> Callable[..., None]:
         _acceptance.tokens += int(num_accept_tokens)
         _acceptance.passes += int(bs)
         if self.current_scheduler_metrics_enabled:
-            gauge = _accept_length_gauge(tuple(self.metrics_collector.labels))
-            gauge.labels(**self.metrics_collector.labels).set(_acceptance.tokens / max(_acceptance.passes, 1))
+            _acceptance.export(self.metrics_collector.labels)
 
     return counted
 
 
-@functools.cache
-def _accept_length_gauge(label_names: tuple[str, ...]) -> Any:
-    # Upstream sets the folder for multi-process metrics after start, and prometheus_client reads it on import.
-    from prometheus_client import Gauge
+def count_positions(resolve: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate upstream's ``_resolve_spec_v2_tokens(self, result, batch)``, called once a verify pass.
 
-    return Gauge(
-        "sglang_patches_accept_length",
-        "Mean tokens accepted per request and verify pass since start, bonus token included.",
-        labelnames=label_names,
-        multiprocess_mode="mostrecent",
-    )
+    It leaves in ``result.num_correct_drafts_per_req_cpu`` how many draft tokens of each request were accepted.
+    """
+
+    @functools.wraps(resolve)
+    def resolved(self: Any, result: Any, batch: Any) -> Any:
+        tokens = resolve(self, result, batch)
+        _acceptance.drafts.update(result.num_correct_drafts_per_req_cpu)
+        return tokens
+
+    return resolved
 
 
 def export_info() -> None:
     """Publish the gauge ``sglang_patches_info``, always 1, whose labels tell the code state (HTTP process)."""
-    from prometheus_client import Gauge
-
     state = code_state()
     patches = ",".join(patch["name"] for patch in state["patches"])
-    labels = {"patch_set_id": state["id"], "release": state["release"], "patches": patches}
-    gauge = Gauge(
-        "sglang_patches_info", "Code state of this server.", labelnames=tuple(labels), multiprocess_mode="mostrecent"
-    )
-    gauge.labels(**labels).set(1)
+    _metrics.INFO.child({}, patch_set_id=state["id"], release=state["release"], patches=patches).set(1)
 
 
 def add_scheduler_state(state: dict[str, Any]) -> None:

@@ -2,8 +2,9 @@
 
 `note_verify`, `note_draft` and `note_draft_extend` are called by upstream where it has decided about one forward;
 `coverage` adds captured sizes and checks them at start; a verify above the largest of them is replayed in slices where
-that was measured to be faster (`slices`, `slice_policy`, `slice_timing`); `counting` carries the counts out. Nothing
-here may cost a request: what fails is counted (``failures_inside``) and upstream's path goes on.
+that was measured to be faster (`slices`, `slice_policy`, `slice_timing`); `counting` keeps the counts, `phase_times`
+the time that phases take, and both go to ``/metrics``. Nothing here may cost a request: what fails is counted
+(``failures_inside``) and upstream's path goes on.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sglang_patches.runtime.eagle_verify_cuda_graph import reasons, slice_policy
-from sglang_patches.runtime.eagle_verify_cuda_graph.counting import contained, export_passes, passes
+from sglang_patches.runtime.eagle_verify_cuda_graph.counting import contained, passes
 from sglang_patches.runtime.eagle_verify_cuda_graph.coverage import (
     audit,
     capture_added,
     check_arguments,
     cover_running_requests,
 )
+from sglang_patches.runtime.eagle_verify_cuda_graph.phase_times import export_passes, times
 from sglang_patches.runtime.eagle_verify_cuda_graph.reasons import Path, Phase, Reason
 from sglang_patches.runtime.eagle_verify_cuda_graph.slice_policy import replay_slices
 
@@ -36,6 +38,7 @@ __all__ = [
     "note_draft_extend",
     "note_verify",
     "replay_slices",
+    "times",
 ]
 
 

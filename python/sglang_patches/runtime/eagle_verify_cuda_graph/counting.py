@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from sglang_patches.runtime import _outcome
+from sglang_patches.runtime import _metrics, _outcome
 from sglang_patches.runtime.eagle_verify_cuda_graph.reasons import Path, Phase, Reason
 
 PATCH = "eagle-verify-cuda-graph"
-METRIC = "sglang:spec_forward_total"
 # Forwards of a phase that count as warm-up: not logged, yet counted.
 WARM_UP = 10
 # Seconds between two log lines about the same phase and reason.
@@ -31,7 +29,7 @@ class Passes:
         self.counts: Counter[Key] = Counter()
         self.failures: Counter[str] = Counter()
         self._seen: Counter[Phase] = Counter()
-        self._exported: Counter[Key] = Counter()
+        self._exported = _metrics.Exported(_metrics.SPEC_FORWARD)
         self._logged: dict[tuple[Phase, Reason], tuple[float, int]] = {}
 
     def add(self, phase: Phase, path: Path, reason: Reason, batch_size: int) -> None:
@@ -71,46 +69,18 @@ class Passes:
             shares[phase.value] = round(graph / total, 6) if total else None
         return {"passes": passes, "graph_share": shares, "failures_inside": dict(self.failures)}
 
-    def export(self, labels: dict[str, str]) -> None:
+    def export(self, labels: Mapping[str, Any]) -> None:
         """Add to the Prometheus counter what was counted since the last call.
 
         Args:
             labels: upstream's own, from its metrics collector.
         """
-        counter = _counter(tuple(labels))
-        for key, count in self.counts.items():
-            new = count - self._exported[key]
-            if new:
-                phase, path, reason = (part.value for part in key)
-                counter.labels(**labels, phase=phase, path=path, reason=reason).inc(new)
-                self._exported[key] = count
+        self._exported.export(
+            [(tuple(part.value for part in key), count) for key, count in self.counts.items()], labels
+        )
 
 
 passes = Passes()
-
-
-@functools.cache
-def _counter(label_names: tuple[str, ...]) -> Any:
-    # Upstream sets the folder for multi-process metrics after start, and prometheus_client reads it on import.
-    from prometheus_client import Counter as PrometheusCounter
-
-    return PrometheusCounter(
-        METRIC,
-        "Speculative forwards by phase, by path (graph, eager, cpu) and by why they took it.",
-        labelnames=(*label_names, "phase", "path", "reason"),
-    )
-
-
-def export_passes(increment: Callable[..., None]) -> Callable[..., None]:
-    """Decorates ``SchedulerMetricsCollector.increment_decode_cuda_graph_pass``, called once a decode step where metrics
-    are on."""
-
-    @functools.wraps(increment)
-    def wrapper(self: Any, *args: Any, **named: Any) -> None:
-        increment(self, *args, **named)
-        contained("export", lambda: passes.export(self.labels))
-
-    return wrapper
 
 
 def contained(what: str, call: Callable[..., Any], *args: Any) -> Any:

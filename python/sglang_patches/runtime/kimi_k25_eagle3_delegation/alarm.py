@@ -10,9 +10,9 @@ from typing import Any
 
 from sglang_patches.draft import shapes
 from sglang_patches.draft.shapes import value
-from sglang_patches.runtime import _outcome, _ranks
+from sglang_patches.runtime import _metrics, _outcome, _ranks
 from sglang_patches.runtime.kimi_k25_eagle3_delegation import startup
-from sglang_patches.runtime.kimi_k25_eagle3_delegation.settings import WINDOW, alarm_settings
+from sglang_patches.runtime.kimi_k25_eagle3_delegation.settings import alarm_settings
 
 
 class AcceptWindow:
@@ -123,24 +123,12 @@ def _watch(reporter: Any, passes: int, tokens: int) -> None:
     switched = seen.add(tokens, passes, time.monotonic())
     if reporter.current_scheduler_metrics_enabled:
         labels = reporter.metrics_collector.labels
-        _gauge(tuple(labels)).labels(**labels).set(seen.mean)
+        _metrics.ACCEPT_LENGTH_WINDOW.child(labels).set(seen.mean)
+        _metrics.ACCEPT_ALARM.child(labels).set(int(seen.alarmed))
     if switched and seen.alarmed:
         _outcome.record(startup.PATCH, "failed", explain(seen, told, reporter.scheduler))
     elif switched:
         told.record(f"the mean accept length is {seen.mean:.2f} again, no longer below {seen.lowest:g}")
-
-
-@functools.cache
-def _gauge(label_names: tuple[str, ...]) -> Any:
-    # Upstream sets the folder for multi-process metrics after start, and prometheus_client reads it on import.
-    from prometheus_client import Gauge
-
-    return Gauge(
-        "sglang_patches_accept_length_window",
-        f"Mean tokens accepted per request and verify pass over the last passes ({WINDOW}), bonus token included.",
-        labelnames=label_names,
-        multiprocess_mode="mostrecent",
-    )
 
 
 def explain(seen: AcceptWindow, told: startup.Checked, scheduler: Any) -> str:

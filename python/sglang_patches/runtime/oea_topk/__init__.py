@@ -13,13 +13,15 @@ from typing import Any
 
 import torch
 
-from sglang_patches.runtime import _outcome
+from sglang_patches.runtime import _metrics, _outcome
 from sglang_patches.runtime.oea_topk import eligible, reference, settings
 from sglang_patches.runtime.oea_topk.counting import APPLIED, PATCH, Counts
 
-__all__ = ["before_replay", "bypassed", "check_arguments", "choose", "register"]
+__all__ = ["before_replay", "bypassed", "check_arguments", "choose", "exports_counts", "register"]
 
 counts = Counts()
+_exported = _metrics.Exported(_metrics.OEA_PASSES)
+exports_counts = _metrics.on_decode_step(PATCH, lambda labels: _exported.export(list(counts.passes.items()), labels))
 _KEY = "oea_topk_layer"
 _real: dict[torch.device, torch.Tensor] = {}
 _rows: dict[torch.device, torch.Tensor] = {}

@@ -2,7 +2,8 @@
 
 `decision` runs in the launching process and picks a profile (`sglang_patches.nccl.profile`); `agreement` makes every
 rank check what it inherited just before the first communicator is made; `guard` keeps NCCL's rules for a communicator
-that is made for CUDA graphs alone; `ipc` keeps PCIe-IPC all-reduce on all ranks or on none.
+that is made for CUDA graphs alone; `ipc` keeps PCIe-IPC all-reduce on all ranks or on none; `paths`
+counts by which path all-reduces go.
 """
 
 from __future__ import annotations
@@ -14,14 +15,17 @@ from sglang_patches.runtime.pcie_nccl_allreduce.agreement import NcclSettingsMis
 from sglang_patches.runtime.pcie_nccl_allreduce.decision import prepare
 from sglang_patches.runtime.pcie_nccl_allreduce.guard import guards_eager_calls, made_for_graphs, replays_graph
 from sglang_patches.runtime.pcie_nccl_allreduce.ipc import built_on_all_ranks
+from sglang_patches.runtime.pcie_nccl_allreduce.paths import exports_counts, note_all_reduce
 
 __all__ = [
     "NcclSettingsMismatch",
     "after_communicators",
     "before_communicators",
     "built_on_all_ranks",
+    "exports_counts",
     "guards_eager_calls",
     "made_for_graphs",
+    "note_all_reduce",
     "prepare",
     "replays_graph",
 ]

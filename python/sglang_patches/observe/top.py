@@ -1,0 +1,142 @@
+"""`sglang-patches top`: a live view of one server from its ``/metrics``."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.live import Live
+
+from sglang_patches.document.secrets import mask_text
+from sglang_patches.errors import PatchError, told
+from sglang_patches.observe.figures import Figures, as_json, figures
+from sglang_patches.observe.scrape import Between, Scrape, fetch
+from sglang_patches.observe.view import screen
+
+app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
+
+
+class Watch:
+    """The last reading of one server, and what it tells with the one before.
+
+    Args:
+        read: makes a reading; PatchError where the server gives none.
+    """
+
+    def __init__(self, read: Callable[[], Scrape]) -> None:
+        self._read = read
+        self._last: Scrape | None = None
+        self.found: Figures | None = None
+        self.note = ""
+
+    def look(self) -> None:
+        """Read once more. A server that gives nothing is told in `note`, and what it told before is kept on screen."""
+        try:
+            now = self._read()
+        except PatchError as error:
+            # Rates over the time that it was away would be of no use, and it may come back with counters at zero.
+            self._last, self.note = None, f"no answer, asking again: {str(error).splitlines()[0]}"
+            return
+        if self._last is not None:
+            self.found = figures(Between(self._last, now))
+        self._last, self.note = now, ""
+
+
+@app.command()
+def top(
+    url: Annotated[str, typer.Option(help="The server.")] = "http://127.0.0.1:30000",
+    interval: Annotated[float, typer.Option(help="Seconds between two readings.", min=0.1, max=3600)] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Read twice, print, and end.")] = False,
+    as_document: Annotated[bool, typer.Option("--json", help="With --once: print JSON.")] = False,
+    svg: Annotated[Path | None, typer.Option(help="With --once: write the screen to this file, too.")] = None,
+    api_key: Annotated[str, typer.Option(envvar="SGLANG_API_KEY", help="The server's API key, if it has one.")] = "",
+) -> None:
+    """Watch a server: tokens/s, accept length by position, time of verify and draft, CUDA graphs, all-reduce, KV cache.
+
+    Rates are those between two readings of /metrics (docs/metrics.md). `q` or Ctrl-C ends it. A figure that the server
+    does not tell is `-`, and the last lines say why. Where output is no terminal it prints once.
+
+    Exit code: 0 ended or printed, 2 the server cannot be read.
+    """
+    with told():
+        if (as_document or svg) and not once:
+            raise PatchError("--json and --svg are for one screen\n  remedy     add --once")
+
+        def read() -> Scrape:
+            return fetch(url, api_key)
+
+        if once or not sys.stdout.isatty():
+            _print_once(read, interval, mask_text(url), as_document, svg)
+        else:
+            _watch(read, interval, mask_text(url))
+
+
+def _print_once(read: Callable[[], Scrape], interval: float, shown: str, as_document: bool, svg: Path | None) -> None:
+    first = read()
+    time.sleep(interval)
+    found = figures(Between(first, read()))
+    if as_document:
+        typer.echo(json.dumps(as_json(found), indent=2))
+        return
+    console = Console(record=svg is not None)
+    console.print(screen(found, shown, console.width))
+    if svg is not None:
+        console.save_svg(str(svg), title="sglang-patches top", unique_id="top")
+
+
+def _watch(read: Callable[[], Scrape], interval: float, shown: str) -> None:
+    watch = Watch(read)
+    read()  # a server that cannot be read at all ends the command with the reason
+    console = Console()
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        _keys() as pressed,
+        Live(console=console, screen=True, auto_refresh=False) as live,
+    ):
+        while True:
+            watch.look()
+            due = time.monotonic() + interval
+            while (left := due - time.monotonic()) > 0:
+                # The width is asked again each time: the terminal may have been resized.
+                live.update(screen(watch.found, shown, console.width, watch.note), refresh=True)
+                if pressed(min(left, 1.0)) == "q":
+                    return
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[Callable[[float], str]]:
+    """A function that waits so many seconds for a key and gives it, or an empty text; the terminal as it was after."""
+    if not sys.stdin.isatty():
+
+        def wait(seconds: float) -> str:
+            time.sleep(seconds)
+            return ""
+
+        yield wait
+        return
+    import termios
+    import tty
+
+    descriptor = sys.stdin.fileno()
+    before: list[Any] = termios.tcgetattr(descriptor)
+
+    def key(seconds: float) -> str:
+        if not select.select([descriptor], [], [], seconds)[0]:
+            return ""
+        # Nothing to read any more: the terminal is gone.
+        return os.read(descriptor, 1).decode(errors="replace").lower() or "q"
+
+    try:
+        tty.setcbreak(descriptor)
+        yield key
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
