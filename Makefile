@@ -14,7 +14,7 @@ INSTALLED := $(VENV)/.installed
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHONUNBUFFERED = 1
 
-.PHONY: help setup serve stop test unit lint format lanes docs docs-serve
+.PHONY: help setup serve stop test test-lane unit lint format lanes docs docs-serve
 .DEFAULT_GOAL := help
 
 help:
@@ -23,6 +23,7 @@ help:
 	@echo 'make stop PORT=..               end the server on that port and its children'
 	@echo 'make lanes                      carry the patches to every release since 0.5.17 and write docs/lanes.md'
 	@echo 'make docs                       build docs/ as a site into site/; make docs-serve shows it while you write'
+	@echo 'make test-lane LANE=0.5.17      set up another upstream release in .venv-0.5.17 (9 GB) and test the series there'
 	@echo 'make test | unit | lint | format                      checks: all, unit tests only, ruff and mypy, fix format'
 
 setup: $(INSTALLED)
@@ -39,6 +40,9 @@ stop: $(INSTALLED)
 
 test: lint
 	$(BIN)/python -m pytest
+
+test-lane:
+	@scripts/test-lane.sh '$(LANE)'
 
 unit: $(INSTALLED)
 	$(BIN)/python -m pytest --ignore test/e2e

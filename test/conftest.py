@@ -4,6 +4,9 @@ are taken out of the environment before anything reads them."""
 from __future__ import annotations
 
 import os
+from pathlib import Path
+
+import pytest
 
 # By prefix. Where a checkout's patches and its cache are is no behaviour, so these two stay.
 _STEERING = (
@@ -22,3 +25,18 @@ _PLACES = ("SGLANG_PATCHES_CACHE", "SGLANG_PATCHES_DIR")
 for _name in list(os.environ):
     if _name.startswith(_STEERING) and _name not in _PLACES:
         del os.environ[_name]
+
+# Behind the variables above: it reads the patches.
+import lane_table  # noqa: E402
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leave out the files that do not hold for the installed lane, which may not even import there."""
+    return True if collection_path.suffix == ".py" and lane_table.why_not(collection_path) else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests that do not hold for the installed lane."""
+    for item in items:
+        if why := lane_table.why_not(item.path, getattr(item, "originalname", item.name)):
+            item.add_marker(pytest.mark.skip(reason=f"lane {lane_table.release()}: {why}"))

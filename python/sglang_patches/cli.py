@@ -225,7 +225,7 @@ def port(
     Exit code: 0 every patch was carried and can run, 1 some not (those that can are written), 2 nothing was done.
     """
     from sglang_patches.port import app as porting
-    from sglang_patches.port import lane, matrix, report, wheels
+    from sglang_patches.port import lane, matrix, needs, report, wheels
 
     many = ".." in to
     if many and not dry_run:
@@ -252,6 +252,10 @@ def port(
         for tree, to_do in lane.write_work(carrier, ported, work).items():
             then = f"with sglang=={releases[0]} installed: sglang-patches refresh {tree.name} {tree}"
             typer.echo(f"{tree}: {to_do}; {then}", err=True)
+    for said in sorted(set(needs.adapter_missing(carrier.new)) - set(needs.adapter_missing(carrier.old))):
+        typer.echo(
+            f"sglang_patches/lane: imports {said}, which sglang {releases[0]} lacks: override it there", err=True
+        )
     if not dry_run:
         folder = lane.write(carried, carrier.new, ported, force)
         typer.echo(f"{folder}: written and verified; it is used where sglang=={releases[0]} is installed", err=True)

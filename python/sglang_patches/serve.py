@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sglang_patches import selection
+from sglang_patches import lane, selection
 from sglang_patches.errors import PatchError
 from sglang_patches.series import load
 from sglang_patches.upstream import locate
@@ -188,7 +188,7 @@ def _watch(pid: int, url: str, name: str) -> None:
     while not ended.poll(500):
         try:
             # Upstream answers 503 here until its own warm-up request has been served.
-            with urllib.request.urlopen(f"{url}/ready", timeout=5):
+            with urllib.request.urlopen(f"{url}{lane.here().ready_path}", timeout=5):
                 break
         except (urllib.error.URLError, OSError):
             continue

@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import psutil
 
-from sglang_patches import processes
+from sglang_patches import lane, processes
 
 REPO = Path(__file__).resolve().parents[2]
 # Cold byte-code caches and a busy machine together cost minutes; a hang should still be told from slowness.
@@ -85,7 +85,7 @@ class Server:
             if self.process.poll() is not None:
                 raise RuntimeError(f"server ended with {self.process.returncode} before ready:\n{self.log_tail()}")
             try:
-                with urllib.request.urlopen(f"{self.url}/ready", timeout=5):
+                with urllib.request.urlopen(f"{self.url}{lane.here().ready_path}", timeout=5):
                     self.ready_seconds = time.monotonic() - self.started
                     return self
             except (urllib.error.URLError, OSError):

@@ -46,6 +46,7 @@ def test_a_guessed_convention_is_told(spec_server: Server) -> None:
     assert told["other_reading"] == ["output of layer 0", "output of layer 4", "output of layer 7"]
 
 
+@pytest.mark.main_job
 def test_the_embedding_draft_is_as_good_as_the_other(
     embedding_server: Server, spec_server: Server, expected: list[tuple[list[int], list[int]]]
 ) -> None:

@@ -78,6 +78,7 @@ def check_batch(server: Server, expected: Expected) -> None:
         assert output == wanted[:length]
 
 
+@pytest.mark.main_job
 def test_unspeculated_equals_transformers(plain_server: Server, expected: Expected) -> None:
     check_alone(plain_server, expected)
 
@@ -86,14 +87,17 @@ def test_unspeculated_batch_equals_transformers(plain_server: Server, expected: 
     check_batch(plain_server, expected)
 
 
+@pytest.mark.main_job
 def test_chain_is_lossless(spec_server: Server, expected: Expected) -> None:
     check_alone(spec_server, expected)
 
 
+@pytest.mark.main_job
 def test_chain_is_lossless_in_a_batch(spec_server: Server, expected: Expected) -> None:
     check_batch(spec_server, expected)
 
 
+@pytest.mark.main_job
 def test_tree_is_lossless(tree_server: Server, expected: Expected) -> None:
     check_alone(tree_server, expected)
 

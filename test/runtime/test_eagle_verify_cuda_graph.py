@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from contexts import published_for_scheduler, resolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import generate_latest
@@ -23,12 +24,13 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from sglang.srt.model_executor.runner import DecodeCudaGraphRunner, ShapeKey
 from sglang.srt.model_executor.runner_backend.full_cuda_graph_backend import FullCudaGraphBackend
 from sglang.srt.observability.metrics_collector import SchedulerMetricsCollector
-from sglang.srt.runtime_context import create_context, get_context, get_exec, use_context
+from sglang.srt.runtime_context import get_context, get_exec
 from sglang.srt.server_args import prepare_server_args
 from sglang.srt.speculative.eagle_draft_cuda_graph_runner import EAGLEDraftCudaGraphRunner
 from sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner import EAGLEDraftExtendCudaGraphRunner
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
+from sglang_patches import lane
 from sglang_patches.runtime import eagle_verify_cuda_graph as patch
 from sglang_patches.runtime.eagle_verify_cuda_graph import counting, reasons
 from sglang_patches.runtime.eagle_verify_cuda_graph.reasons import Path, Phase, Reason
@@ -73,6 +75,10 @@ def runner(kind: Any, **changes: Any) -> Any:
     return made
 
 
+# The fields that say whether all data-parallel ranks run a graph.
+VOTE, DRAFT_VOTE = lane.here().graph_vote, lane.here().draft_graph_vote or "no_such_vote"
+
+
 def batch(size: int = 1, **changes: Any) -> Any:
     made = SimpleNamespace(
         batch_size=size,
@@ -83,11 +89,10 @@ def batch(size: int = 1, **changes: Any) -> Any:
         input_ids=torch.zeros(size * WIDTH),
         encoder_lens=torch.ones(size),
         original_global_num_tokens_cpu=[size, 1],
-        can_run_decode_cuda_graph=True,
-        can_run_dp_draft_cuda_graph=True,
         can_run_tbo=True,
         capture_hidden_mode=CaptureHiddenMode.FULL,
     )
+    made.__dict__.update({VOTE: True, DRAFT_VOTE: True})
     made.__dict__.update(changes)
     return made
 
@@ -103,7 +108,7 @@ VERIFY_CASES: list[tuple[dict[str, Any], dict[str, Any], Reason]] = [
     ({"disable_padding": True}, {"batch_size": 3}, Reason.SIZE_NOT_CAPTURED),
     ({"disable_padding": True}, {"batch_size": 5}, Reason.BATCH_TOO_LARGE),
     ({"require_mlp_tp_gather": True}, {"original_global_num_tokens_cpu": [1, 5]}, Reason.BATCH_TOO_LARGE),
-    ({"require_mlp_sync": True}, {"can_run_decode_cuda_graph": False}, Reason.DP_RANK),
+    ({"require_mlp_sync": True}, {VOTE: False}, Reason.DP_RANK),
     ({"is_encoder_decoder": True}, {"encoder_lens": torch.zeros(1)}, Reason.ENCODER_LENS),
     ({"enable_two_batch_overlap": True}, {"can_run_tbo": False}, Reason.TWO_BATCH_OVERLAP),
     ({"model_runner": NGRAM}, {"input_ids": torch.zeros(1)}, Reason.NGRAM_WIDTH),
@@ -122,7 +127,7 @@ DRAFT_CASES = [
     ({}, {"batch_size": 5, "seq_lens": torch.ones(5)}, Reason.BATCH_TOO_LARGE),
     ({"disable_padding": True}, {"batch_size": 3, "seq_lens": torch.ones(3)}, Reason.SIZE_NOT_CAPTURED),
     ({"require_mlp_tp_gather": True}, {"original_global_num_tokens_cpu": [1, 5]}, Reason.BATCH_TOO_LARGE),
-    ({"require_mlp_sync": True}, {"can_run_decode_cuda_graph": False}, Reason.DP_RANK),
+    ({"require_mlp_sync": True}, {VOTE: False}, Reason.DP_RANK),
 ]
 
 
@@ -131,7 +136,7 @@ DRAFT_CASES = [
 def test_a_declined_draft_has_its_reason(
     monkeypatch: pytest.MonkeyPatch, kind: type, of_runner: dict[str, Any], of_batch: dict[str, Any], reason: Reason
 ) -> None:
-    monkeypatch.setattr(EAGLEDraftCudaGraphRunner, "_sampling_variant", lambda self, batch: None)
+    monkeypatch.setattr(EAGLEDraftCudaGraphRunner, "_sampling_variant", lambda self, batch: None, raising=False)
     graphs, declined = runner(kind, **of_runner), batch(**of_batch)
     assert not graphs.can_run_graph(declined)
     explain = reasons.declined_draft if kind is EAGLEDraftCudaGraphRunner else reasons.declined_extend
@@ -140,7 +145,7 @@ def test_a_declined_draft_has_its_reason(
 
 def test_draft_decode_has_two_reasons_of_its_own() -> None:
     graphs = runner(EAGLEDraftCudaGraphRunner, require_mlp_sync=True)
-    declined = batch(can_run_dp_draft_cuda_graph=False)
+    declined = batch(**{DRAFT_VOTE: False})
     assert not graphs.can_run_graph(declined)
     assert reasons.declined_draft(graphs, declined) is Reason.DP_DRAFT
     # `EagleDraftWorker.draft` declines this one after the runner took it.
@@ -197,7 +202,7 @@ SPECULATION = [
 )
 def test_who_switched_graphs_off(arguments: list[str], reason: Reason | None) -> None:
     server_args = prepare_server_args([*BASE, *arguments])
-    server_args.resolve_once()
+    resolve(server_args)
     assert reasons.off_reason(server_args._resolved_overrides) is reason
 
 
@@ -233,7 +238,7 @@ def test_the_hooks_named_here_are_upstreams() -> None:
 def on_gpu(**changes: Any) -> Any:
     """Stands for the ``ModelRunner`` of a GPU, whose real class needs one."""
     server_args = prepare_server_args([*BASE, *CUDA])
-    server_args.resolve_once()
+    resolve(server_args)
     made = SimpleNamespace(device="cuda", server_args=server_args, is_generation=True)
     made.__dict__.update(changes)
     return made
@@ -247,7 +252,7 @@ def published() -> Iterator[Callable[..., None]]:
     def override(**fields: Any) -> None:
         get_context().override("test", **fields)
 
-    with use_context(create_context(server_args, role="scheduler")):
+    with published_for_scheduler(server_args):
         yield override
 
 
@@ -279,7 +284,7 @@ def test_no_runner_on_a_gpu(published: Any, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_switched_off_graphs_are_told_by_the_resolution(published: Any) -> None:
     graphs_off = prepare_server_args([*BASE, *CUDA, "--disable-cuda-graph"])
-    graphs_off.resolve_once()
+    resolve(graphs_off)
     get_exec().graph.cuda_graph_config.decode.backend = "disabled"
     assert reasons.missing(Phase.VERIFY, on_gpu(server_args=graphs_off)) is Reason.OFF_BY_FLAG
 

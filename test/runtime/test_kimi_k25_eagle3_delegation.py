@@ -15,6 +15,7 @@ from drafts import DRAFT, REMOVED, TARGET, Edit, mla_draft, renamed, setting, un
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.utils.hf_transformers_utils import get_config
 
+from sglang_patches import lane
 from sglang_patches.draft.checkpoint import UnreadableCheckpoint
 from sglang_patches.draft.contract import Pair, check
 from sglang_patches.runtime import _outcome
@@ -34,6 +35,9 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_outcome, "_recorded", {})
     monkeypatch.setattr(_outcome, "_suppliers", {})
     monkeypatch.setattr(startup, "_checked", [])
+    # Of the configuration that a test makes, in every lane.
+    monkeypatch.setattr(lane.Lane, "draft_model_config", lambda self, config, server_args: config.draft_model_config)
+    monkeypatch.setattr(type(lane.here()), "draft_model_config", lane.Lane.draft_model_config)
     for name in (
         settings.CONTRACT,
         settings.WINDOW,

@@ -99,7 +99,8 @@ def test_one_warning_when_passes_gain_nothing_for_long(
 
 def test_a_window_that_gains_is_left_alone(reporter: Reporter, caplog: pytest.LogCaptureFixture) -> None:
     for turn in range(400):
-        reporter.update_spec_metrics(2, 0, 2 + (turn % 10 == 0) * 4)  # 1.2
+        correct = (turn % 10 == 0) * 4
+        reporter.update_spec_metrics(2, correct, 2 + correct)  # 1.2
     assert "mean accept length" not in caplog.text
     told = _outcome.outcomes()[startup.PATCH]
     assert told["accept_length_window"] == pytest.approx(1.2)
@@ -138,7 +139,7 @@ def test_the_alarm_ends_when_the_mean_recovers_and_can_come_again(
     with caplog.at_level("WARNING", logger="sglang_patches"):
         for accepted in (1, 4, 1):
             for _ in range(30):
-                reporter.update_spec_metrics(4, 0, 4 * accepted)
+                reporter.update_spec_metrics(4, 4 * (accepted - 1), 4 * accepted)
             told = _outcome.outcomes()[startup.PATCH]
             results.append((told["result"], told["accept_alarm"]))
     assert results == [("failed", True), ("applied", False), ("failed", True)]

@@ -6,6 +6,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -31,6 +32,22 @@ def test_stated_token_count_is_what_preprocessing_makes(adapted: Any, size: tupl
     assert adapted.media_processor.media_tokens_calculator(media) == int(out["image_grid_thw"].prod()) // merge**2
     assert out["pixel_values"].shape[0] == int(out["image_grid_thw"].prod())
     assert out["pixel_values"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("size", [(14, 14), (29, 27), (333, 57), (900, 700), (2000, 40)])
+def test_images_cut_here_are_those_of_transformers(size: tuple[int, int]) -> None:
+    native = getattr(AutoProcessor.from_pretrained(MODEL), "image_processor", None)
+    if native is None:
+        pytest.skip("this transformers has no Kimi_K25Processor to compare with")
+    generator = np.random.default_rng(0)
+    image = Image.fromarray(generator.integers(0, 256, (*size[::-1], 3), dtype=np.uint8)).convert("RGB")
+    ours = kimi_k25_native_processor.CheckpointImages.of(str(MODEL))([image])
+    theirs = native([image], return_tensors="pt")
+    assert ours["image_grid_thw"].tolist() == theirs["image_grid_thw"].tolist()
+    assert ours["pixel_values"].shape == theirs["pixel_values"].shape
+    # Resized by Pillow here and by torch there, whose fixed-point arithmetic differs by a few of 255 levels.
+    resized = size in ((900, 700), (2000, 40))
+    torch.testing.assert_close(ours["pixel_values"], theirs["pixel_values"], rtol=0, atol=0.05 if resized else 1e-5)
 
 
 def test_text_alone_is_only_tokenised(adapted: Any) -> None:

@@ -6,16 +6,19 @@ import json
 import re
 from dataclasses import replace
 from datetime import timedelta
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import lane_table
 import pytest
 import torch
 from ranks import meet
-from sglang.srt.arg_groups.model_override_base import resolving_view
 from sglang.srt.server_args import ServerArgs
 
+from sglang_patches import lane
+from sglang_patches.lane import newest
 from sglang_patches.nccl import profile, topology
 from sglang_patches.nccl.topology import Topology
 from sglang_patches.runtime import _outcome, pcie_nccl_allreduce
@@ -41,15 +44,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guard, "_expected_group", None)
 
 
-EAGER = {
-    "enable_symm_mem": False,
-    "enable_pdmux": False,
-    "enable_torch_compile": False,
-    "enable_kv_cache_sharding": False,
-    "attn_dp_size": 1,
-    "attn_cp_size": 1,
-    "dcp_size": 1,
-}
+EAGER = dict(lane.here().eager_pynccl)
 
 
 def arguments(**changed: Any) -> SimpleNamespace:
@@ -70,7 +65,7 @@ def arguments(**changed: Any) -> SimpleNamespace:
 
 
 def test_upstream_has_every_argument_that_is_read_with_the_plain_values_assumed_here() -> None:
-    real = resolving_view(ServerArgs(model_path=str(REPO / "test/models/tiny-kimi"), device="cpu"))
+    real = lane.here().resolving(ServerArgs(model_path=str(REPO / "test/models/tiny-kimi"), device="cpu"))
     plain = vars(arguments(tp_size=1, device="cpu"))
     assert {name: getattr(real, name) for name in plain} == plain
 
@@ -101,7 +96,7 @@ def test_a_pcie_host_gets_a_built_in_before_workers_start(
 ) -> None:
     made, environ = prepared(tp_size=gpus)
     assert {name: value for name, value in environ.items() if name.startswith("NCCL_")} == variables
-    assert (made.profile, made.graphs_only, made.nccl_version) == (name, True, "2.30.7")
+    assert (made.profile, made.graphs_only, made.nccl_version) == (name, True, version("nvidia-nccl-cu13"))
     assert decision.inherited(environ) == made
     assert _outcome.outcomes() == {}  # only a rank that read it back may say "applied"
 
@@ -195,7 +190,15 @@ def test_a_second_engine_does_not_take_the_firsts_settings_for_the_operators(pre
 
 
 def test_what_calls_the_communicator_outside_of_graphs_is_all_that_the_page_names() -> None:
-    assert decision._EAGER_PYNCCL == EAGER
+    assert newest.Lane.eager_pynccl == {
+        "enable_symm_mem": False,
+        "enable_pdmux": False,
+        "enable_torch_compile": False,
+        "enable_kv_cache_sharding": False,
+        "attn_dp_size": 1,
+        "attn_cp_size": 1,
+        "dcp_size": 1,
+    }
 
 
 @pytest.mark.parametrize(("name", "value"), [(name, True if plain is False else 2) for name, plain in EAGER.items()])
@@ -238,7 +241,7 @@ import ctypes, json, os, sys
 from datetime import timedelta
 import torch.distributed as dist
 rank, control_port, decided = int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
-from sglang.srt.distributed.device_communicators import pcie_ipc_ar, pynccl
+from sglang.srt.distributed.device_communicators import pynccl
 from sglang.srt.distributed.parallel_state import init_model_parallel_group
 from sglang_patches.runtime import _agreement, _outcome, pcie_nccl_allreduce
 from sglang_patches.runtime.pcie_nccl_allreduce import agreement
@@ -253,7 +256,11 @@ class Communicator:
             raise OSError("no channel")
         if behaviour == "ipc late" and rank == 1:
             come_late()
-pcie_ipc_ar.PcieIpcCommunicator = Communicator
+try:
+    from sglang.srt.distributed.device_communicators import pcie_ipc_ar
+    pcie_ipc_ar.PcieIpcCommunicator = Communicator
+except ImportError:  # not in every lane
+    pass
 class Pynccl:
     def __init__(self, group, **named):
         if behaviour != "not made":
@@ -297,7 +304,7 @@ for turn, behaviour in enumerate(sys.argv[4:]):
     said = {"rank": rank, "behaviour": behaviour, "error": ""}
     try:
         group = init_model_parallel_group([[0, 1]], rank, "gloo", True, False, group_name="tp", use_mscclpp=False)
-        said |= {"outcomes": _outcome.outcomes(), "ipc": group.pcie_ipc_comm is not None}
+        said |= {"outcomes": _outcome.outcomes(), "ipc": getattr(group, "pcie_ipc_comm", None) is not None}
     except agreement.NcclSettingsMismatch as error:
         said["error"] = str(error)
     print("SAID " + json.dumps(said), flush=True)
@@ -448,7 +455,7 @@ def test_a_workspace_that_one_rank_cannot_build_is_used_by_none(monkeypatch: pyt
 
 
 def test_the_patch_gives_upstream_what_it_calls() -> None:
-    (patch_file,) = (REPO / "patches").glob(f"*/{PATCH}.patch")
+    patch_file = REPO / "patches" / lane_table.release() / f"{PATCH}.patch"
     called = set(re.findall(r"pcie_nccl_allreduce\.(\w+)", patch_file.read_text()))
     assert {"prepare", "before_communicators", "after_communicators"} <= called
     for name in called:

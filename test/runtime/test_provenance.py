@@ -6,13 +6,16 @@ import inspect
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
+import lane_table
 import pytest
 from prometheus_client import generate_latest
 from ranks import free_port
 from sglang.srt.managers.scheduler_components.metrics_reporter import SchedulerMetricsReporter
 
+from sglang_patches import lane
 from sglang_patches.provenance import code_state
 from sglang_patches.runtime import _outcome, provenance
 
@@ -52,9 +55,21 @@ def test_a_data_parallel_controller_compares_its_schedulers() -> None:
         provenance.controller_info([info("0123", "dp 1 pp 0 tp 0")])
 
 
+def test_reports_that_upstream_drops_are_kept_by_controller() -> None:
+    one, other = SimpleNamespace(), SimpleNamespace()
+    provenance.keep_reports(one, [info(MINE, "dp 0 pp 0 tp 0")])
+    provenance.keep_reports(one, [info("0123", "dp 1 pp 0 tp 0")])
+    assert provenance.kept_reports(other) == []
+    with pytest.raises(provenance.CodeStateMismatch, match="scheduler dp 1 pp 0 tp 0"):
+        provenance.controller_info(provenance.kept_reports(one))
+
+
 def test_upstream_counts_acceptance_with_the_arguments_we_read() -> None:
     names = list(inspect.signature(SchedulerMetricsReporter.update_spec_metrics).parameters)
-    assert names[:4] == ["self", "bs", "num_correct_drafts", "num_accept_tokens"]
+    assert names[:3] == ["self", "bs", "num_correct_drafts"]
+    values = {"bs": 2, "num_correct_drafts": 3, "num_accept_tokens": 5}
+    given = {name: values.get(name, 0) for name in names[1:]}
+    assert lane.here().accepted_tokens(**given) == 5
 
 
 class Reporter:
@@ -96,7 +111,7 @@ def test_server_info_weighs_schedulers_by_their_passes_and_tells_the_patches() -
     told = provenance.server_info(states)
     assert told["accept_length"] == 2.0
     assert told["patch_set_id"] == MINE
-    assert told["release"] == "0.5.23"
+    assert told["release"] == lane_table.release()
     patches = {patch["name"]: patch for patch in told["patches"]}
     assert len(patches["provenance"]["sha256"]) == 64
     assert provenance.server_info([{}])["accept_length"] is None
@@ -119,7 +134,7 @@ def test_info_metric_carries_the_code_state() -> None:
     lines = [line for line in generate_latest().decode().splitlines() if line.startswith("sglang_patches_info{")]
     assert len(lines) == 1
     assert f'patch_set_id="{MINE}"' in lines[0]
-    assert 'release="0.5.23"' in lines[0]
+    assert f'release="{lane_table.release()}"' in lines[0]
     assert lines[0].endswith(" 1.0")
 
 

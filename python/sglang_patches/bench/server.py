@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 
-from sglang_patches import processes, selection, serve
+from sglang_patches import lane, processes, selection, serve
 from sglang_patches.bench.model import Arm
 from sglang_patches.errors import PatchError
 
@@ -51,7 +51,7 @@ class Server:
         self.ready_s = float("nan")
 
     def wait_ready(self, timeout: float, tick: Callable[[float], None] = lambda seconds: None) -> None:
-        """Return when it answers 200 at /ready, which it does after its own warm-up request.
+        """Return when it answers 200 at `Lane.ready_path`, which it does after its own warm-up request.
 
         Args:
             timeout: seconds since it was started.
@@ -65,7 +65,7 @@ class Server:
             passed = time.monotonic() - self.started
             self.check_alive(f"before it was ready, after {passed:.0f} s")
             failures = (OSError, http.client.HTTPException)
-            with contextlib.suppress(*failures), _DIRECT.open(f"{self.url}/ready", timeout=10):
+            with contextlib.suppress(*failures), _DIRECT.open(f"{self.url}{lane.here().ready_path}", timeout=10):
                 self.ready_s = time.monotonic() - self.started
                 self._check_ours()
                 return

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sglang_patches import lane
 from sglang_patches.bench import load, server
 from sglang_patches.bench.figures import figures, graph_share, outputs_sha256
 from sglang_patches.bench.model import Arm, Sample, Turn, Workload
@@ -144,9 +145,7 @@ def _document(info: Mapping[str, Any]) -> schema.Document | None:
 
 def _arguments(info: Mapping[str, Any]) -> dict[str, Any]:
     """The resolved arguments among what upstream's /server_info tells, which has them at its top level."""
-    from sglang.srt.server_args import ServerArgs, record_fields
-
-    names = {field.name for field in record_fields(ServerArgs)}
+    names = lane.here().argument_names()
     return secrets.mask({name: value for name, value in info.items() if name in names})
 
 

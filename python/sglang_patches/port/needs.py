@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import inspect
 from collections.abc import Iterator
 from functools import lru_cache
+from importlib import import_module
 from pathlib import Path
 
 import sglang_patches
+from sglang_patches import lane
 from sglang_patches.port.scopes import own_names, parse
 from sglang_patches.port.wheels import Wheel
 from sglang_patches.series import Patch
@@ -30,6 +33,25 @@ def missing(patch: Patch, release: Wheel, package: Path = _PACKAGE) -> list[str]
         if (said := _lacks(name, release)) is not None
     ]
     return sorted(set(lacking))
+
+
+def adapter_missing(release: Wheel, module: str = "") -> list[str]:
+    """Imports of upstream that fail on `release` in its lane adapter, inherited methods included.
+
+    Args:
+        module: of the adapter; the release's own by default.
+    """
+    kind = type(lane.of(release.release)) if not module else import_module(module).Lane
+    code: dict[str, ast.AST] = {}
+    for base in reversed(kind.__mro__[:-1]):
+        (body,) = (
+            node
+            for node in ast.parse(Path(inspect.getfile(base)).read_bytes()).body
+            if isinstance(node, ast.ClassDef) and node.name == base.__name__
+        )
+        code |= {node.name: node for node in body.body if isinstance(node, ast.FunctionDef)}
+    found = (_lacks(name, release) for node in code.values() for name in _of(node))
+    return sorted({said for said in found if said is not None})
 
 
 @lru_cache(maxsize=256)

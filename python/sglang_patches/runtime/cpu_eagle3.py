@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sglang_patches import lane
+
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -263,15 +265,14 @@ class TorchNativeMultiStepDraftBackend:
             backend.spec_plan = SpecPlan(slots=slots.contiguous(), visible=visible, n=1)
 
 
-def create_decode_backend(factory: DraftBackendFactory) -> tuple[str, TorchNativeMultiStepDraftBackend]:
-    """Entry of ``DraftBackendFactory.create_decode_backend``'s map: (stamp, container)."""
-    return STAMP, TorchNativeMultiStepDraftBackend(
-        factory.draft_model_runner, factory.topk, factory.speculative_num_steps
-    )
+def create_decode_backend(factory: DraftBackendFactory) -> Any:
+    """Entry of ``DraftBackendFactory.create_decode_backend``'s map: a container, stamped as the lane has it."""
+    made = TorchNativeMultiStepDraftBackend(factory.draft_model_runner, factory.topk, factory.speculative_num_steps)
+    return lane.here().draft_backend(STAMP, made)
 
 
-def create_draft_extend_backend(factory: DraftBackendFactory) -> tuple[str, TorchNativeAttnBackend]:
-    """Entry of ``DraftBackendFactory.create_draft_extend_backend``'s map: (stamp, backend)."""
+def create_draft_extend_backend(factory: DraftBackendFactory) -> Any:
+    """Entry of ``DraftBackendFactory.create_draft_extend_backend``'s map: a backend, stamped as the lane has it."""
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
-    return STAMP, TorchNativeAttnBackend(factory.draft_model_runner)
+    return lane.here().draft_backend(STAMP, TorchNativeAttnBackend(factory.draft_model_runner))

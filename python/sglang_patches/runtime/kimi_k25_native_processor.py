@@ -3,23 +3,78 @@
 Upstream 0.5.23 (``multimodal/processors/kimi_k25.py``) is written for the processor in the checkpoint's own Python
 files: it reads ``processor.media_processor.media_proc_cfg`` and passes images as ``medias=``. transformers' own
 ``Kimi_K25Processor``, which a checkpoint without ``auto_map`` gets, has neither and start-up ends in AttributeError.
+A transformers without that class (5.12, which 0.5.17 pins) gives the bare tokenizer; images are then cut here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
+
+
+class CheckpointImages:
+    """Images as the checkpoint's ``preprocessor_config.json`` asks, for a transformers without ``Kimi_K25Processor``.
+
+    Resized with Pillow's bicubic filter (never enlarged), padded with zeros at the right and below to whole merged
+    patches, scaled to [0, 1], normalised, and cut into patches.
+    """
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.patch_size = int(settings["patch_size"])
+        self.merge_size = int(settings["merge_size"])
+        self.max_patches = int(settings["max_patches"])
+        self.size = dict(settings["size"])
+        self.image_mean = list(settings["image_mean"])
+        self.image_std = list(settings["image_std"])
+
+    @classmethod
+    def of(cls, name_or_path: str) -> CheckpointImages:
+        """Those of a checkpoint's folder or hub name; OSError where it has no such file."""
+        from transformers.image_processing_base import ImageProcessingMixin
+
+        settings, _ = ImageProcessingMixin.get_image_processor_dict(name_or_path)
+        return cls(settings)
+
+    def __call__(self, images: Sequence[Any], return_tensors: str = "pt") -> dict[str, Any]:
+        """Of PIL images: ``pixel_values`` float32 ``[patches, 3, patch, patch]`` of all, ``image_grid_thw`` int64."""
+        import torch
+
+        cut = [self._patches(image) for image in images]
+        return {
+            "pixel_values": torch.cat([patches for patches, _ in cut]),
+            "image_grid_thw": torch.tensor([grid for _, grid in cut], dtype=torch.int64),
+        }
+
+    def _patches(self, image: Any) -> tuple[Any, tuple[int, int, int]]:
+        import numpy as np
+        import torch
+        from PIL import Image
+        from sglang.srt.multimodal.processors.kimi_k25 import navit_resize_config
+
+        patch = self.patch_size
+        to = navit_resize_config(*image.size, patch, self.merge_size, self.max_patches, self.size["max_height"])
+        resized = image.convert("RGB").resize((to["new_width"], to["new_height"]), Image.Resampling.BICUBIC)
+        pixels = np.pad(np.asarray(resized), ((0, to["pad_height"]), (0, to["pad_width"]), (0, 0)))
+        rows, columns = pixels.shape[0] // patch, pixels.shape[1] // patch
+        scaled = (pixels.astype(np.float32) / 255 - np.float32(self.image_mean)) / np.float32(self.image_std)
+        patches = scaled.reshape(rows, patch, columns, patch, 3).transpose(0, 2, 4, 1, 3)
+        flat = np.ascontiguousarray(patches).reshape(rows * columns, 3, patch, patch)
+        return torch.from_numpy(flat), (1, rows, columns)
 
 
 class NativeKimiProcessor:
     """transformers' ``Kimi_K25Processor`` with the three things upstream asks of the checkpoint's own one.
 
-    Everything else is the wrapped processor's.
+    Everything else is the wrapped processor's, which may be the bare tokenizer.
     """
 
     def __init__(self, processor: Any) -> None:
         self._processor = processor
-        images = processor.image_processor
+        self.tokenizer = getattr(processor, "tokenizer", processor)
+        native = getattr(processor, "image_processor", None)
+        images = CheckpointImages.of(processor.name_or_path) if native is None else native
+        self.image_processor = images
         self.media_processor = SimpleNamespace(
             media_proc_cfg={
                 "patch_size": images.patch_size,
@@ -55,9 +110,9 @@ class NativeKimiProcessor:
             ``input_ids`` int64 ``[1, tokens]`` and, with images, ``pixel_values`` float32
             ``[patches, 3, patch, patch]`` and ``image_grid_thw`` int64 ``[images, 3]``.
         """
-        out = self._processor.tokenizer(text, return_tensors="pt")
+        out = self.tokenizer(text, return_tensors="pt")
         if medias:
-            out.update(self._processor.image_processor([m["image"] for m in medias], return_tensors="pt"))
+            out.update(self.image_processor([m["image"] for m in medias], return_tensors="pt"))
         return out
 
 

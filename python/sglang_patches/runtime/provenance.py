@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+from sglang_patches import lane
 from sglang_patches.document import server
 from sglang_patches.provenance import code_state
 from sglang_patches.runtime import _metrics, _outcome
@@ -19,6 +20,7 @@ from sglang_patches.runtime import _metrics, _outcome
 # Ranks meet in `init_process_group` just before they compare, so a rank that takes longer will not come.
 _RANK_WAIT = timedelta(seconds=60)
 _KEY = "sglang_patches"
+_KEPT = "_sglang_patches_reports"
 
 
 class CodeStateMismatch(RuntimeError):
@@ -74,15 +76,15 @@ def _mean(tokens: int, passes: int) -> float | None:
 
 
 def count_acceptance(update: Callable[..., None]) -> Callable[..., None]:
-    """Decorate upstream's ``update_spec_metrics(self, bs, num_correct_drafts, num_accept_tokens, ...)``.
+    """Decorate upstream's ``update_spec_metrics(self, bs, num_correct_drafts, ...)``.
 
-    It is called once a verify pass with the number of requests in it and the tokens they accepted together.
+    It is called once a verify pass with the number of requests in it and what they accepted together.
     """
 
     @functools.wraps(update)
-    def counted(self: Any, bs: int, num_correct_drafts: int, num_accept_tokens: int, *rest: Any, **named: Any) -> None:
-        update(self, bs, num_correct_drafts, num_accept_tokens, *rest, **named)
-        _acceptance.tokens += int(num_accept_tokens)
+    def counted(self: Any, bs: int, num_correct_drafts: int, *rest: Any, **named: Any) -> None:
+        update(self, bs, num_correct_drafts, *rest, **named)
+        _acceptance.tokens += lane.here().accepted_tokens(bs, num_correct_drafts, *rest, **named)
         _acceptance.passes += int(bs)
         if self.current_scheduler_metrics_enabled:
             _acceptance.export(self.metrics_collector.labels)
@@ -159,22 +161,36 @@ def _server_args() -> dict[str, Any]:
     return get_context().resolved_server_args_dict()
 
 
-def scheduler_info() -> dict[str, Any]:
-    """What a scheduler reports of its code state, and which one it is, when it is ready."""
-    return {"patch_set_id": _patch_set_id(), "scheduler": _scheduler_name()}
+def scheduler_info(scheduler: Any = None) -> dict[str, Any]:
+    """What a scheduler reports of its code state, and which one it is, when it is ready.
+
+    Args:
+        scheduler: upstream's, in lanes where it alone knows its data-parallel rank.
+    """
+    return {"patch_set_id": _patch_set_id(), "scheduler": _scheduler_name(scheduler)}
 
 
-def _scheduler_name() -> str:
+def _scheduler_name(scheduler: Any = None) -> str:
     from sglang.srt.runtime_context import get_parallel
 
     ranks = get_parallel()
-    return f"dp {ranks.dp_rank or 0} pp {ranks.pp_rank} tp {ranks.tp_rank}"
+    return f"dp {lane.here().dp_rank(scheduler)} pp {ranks.pp_rank} tp {ranks.tp_rank}"
 
 
 def controller_info(scheduler_infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What a data-parallel controller reports for its schedulers; raises as `check_schedulers` does."""
     check_schedulers(scheduler_infos)
     return {"patch_set_id": _patch_set_id(), "scheduler": "data-parallel controller"}
+
+
+def keep_reports(controller: object, scheduler_infos: Sequence[Mapping[str, Any]]) -> None:
+    """Keep the ready reports of some of a data-parallel controller's schedulers, where upstream drops them (0.5.17)."""
+    vars(controller).setdefault(_KEPT, []).extend(scheduler_infos)
+
+
+def kept_reports(controller: object) -> list[Mapping[str, Any]]:
+    """All reports that `keep_reports` was given for this controller."""
+    return vars(controller).get(_KEPT, [])
 
 
 def check_schedulers(scheduler_infos: Sequence[Mapping[str, Any]]) -> None:

@@ -31,9 +31,9 @@ class ListOrderPacker(AuxHiddenStatePacker):
         slots = self._slots[self._layers_seen]
         written = self._idx
         for slot in slots:
-            # Upstream's `slot` takes the slot at this counter, and makes the buffer at the first call.
+            # Upstream's copies into the slot at this counter, and makes the buffer at the first call.
             self._idx = slot
-            self.slot(hidden).copy_(hidden)
+            super().append(hidden)
         self._layers_seen += 1
         # What `__len__` and `finalize` count.
         self._idx = written + len(slots)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
+from sglang_patches import lane
 from sglang_patches.runtime import _outcome
 from sglang_patches.runtime.eagle_verify_cuda_graph import reasons, slice_policy, slice_timing
 from sglang_patches.runtime.eagle_verify_cuda_graph.counting import PATCH, contained, speaks, tell_passes
@@ -91,10 +92,8 @@ def check_arguments(server_args: Any) -> None:
         GraphsRequired: mode ``require`` on a CPU, with decode graphs switched off, or with a speculative algorithm
             whose forwards are not all counted.
     """
-    from sglang.srt.arg_groups.overrides import resolving_view
-
     wanted = mode()
-    config = resolving_view(server_args)
+    config = lane.here().resolving(server_args)
     algorithm = config.speculative_algorithm
     if algorithm is None:
         _outcome.record(PATCH, "not needed", "this server does not speculate")
@@ -150,7 +149,7 @@ def _decide(model_runner: Any) -> None:
     if _state.decided or model_runner.is_draft_worker:
         return
     from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
-    from sglang.srt.utils.common import get_available_gpu_memory, get_cuda_graph_batch_size_alignment
+    from sglang.srt.utils.common import get_available_gpu_memory
 
     _state.decided = True
     spec = get_spec()
@@ -158,7 +157,7 @@ def _decide(model_runner: Any) -> None:
         return
     if _only_prefills():
         return
-    decode = get_exec().graph.cuda_graph_config.decode
+    decode = lane.here().decode_graph_config(model_runner)
     largest = max(decode.bs)
     limit = int(model_runner.req_to_token_pool.size)
     if largest >= limit:
@@ -169,7 +168,7 @@ def _decide(model_runner: Any) -> None:
         (spec.speculative_adaptive, "adaptive speculation chooses its own sizes"),
         (model_runner.lora_manager is not None, "LoRA buffers are made for upstream's sizes"),
         (moe.moe_a2a_backend != "none", f"dispatch buffers of --moe-a2a-backend {moe.moe_a2a_backend}"),
-        (moe.enable_paged_experts, "paged experts cap the captured sizes"),
+        (lane.here().has_paged_experts(), "paged experts cap the captured sizes"),
     ):
         if blocked:
             plan.left_out = why
@@ -190,7 +189,8 @@ def _decide(model_runner: Any) -> None:
         tokens=model_runner.decode_num_tokens_per_req(),
         vocabulary=model_runner.model_config.vocab_size,
     )
-    alignment, every = get_cuda_graph_batch_size_alignment(), get_exec().graph.disable_cuda_graph_padding
+    alignment = lane.here().graph_size_alignment(model_runner)
+    every = get_exec().graph.disable_cuda_graph_padding
     growths = GROWTHS[:1] if every else GROWTHS
     choices = [sizes_up_to(largest, target, alignment, every, growth) for growth in growths]
     sizes = affordable(choices, free * 1024 * MEMORY_SHARE, price)

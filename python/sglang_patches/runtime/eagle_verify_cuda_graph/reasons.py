@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
 from typing import Any
 
+from sglang_patches import lane
+
 
 class Phase(StrEnum):
     """A speculative forward: one of each makes a cycle (a draft of one step has no draft-decode forward)."""
@@ -198,7 +200,8 @@ def declined_draft(runner: Any, batch: Any, seed_missing: bool = False) -> Reaso
         seed_missing: the worker reuses sparse attention's index and this batch has none (``dsa_topk_indices``).
     """
     reason = _declined_fixed_width(runner, batch)
-    if reason is Reason.OTHER and runner.require_mlp_sync and not batch.can_run_dp_draft_cuda_graph:
+    vote = lane.here().draft_graph_vote
+    if reason is Reason.OTHER and runner.require_mlp_sync and vote is not None and not getattr(batch, vote):
         return Reason.DP_DRAFT
     return Reason.DSA_SEED if reason is Reason.OTHER and seed_missing else reason
 
@@ -218,4 +221,4 @@ def _declined_fixed_width(runner: Any, batch: Any) -> Reason:
 
 
 def _dp_declines(runner: Any, batch: Any) -> bool:
-    return bool(runner.require_mlp_sync and not batch.can_run_decode_cuda_graph)
+    return bool(runner.require_mlp_sync and not getattr(batch, lane.here().graph_vote))

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from sglang_patches import lane
 from sglang_patches.runtime.eagle_verify_cuda_graph import counting, reasons, slices
 from sglang_patches.runtime.eagle_verify_cuda_graph.counting import contained
 from sglang_patches.runtime.eagle_verify_cuda_graph.reasons import Path, Phase, Reason
@@ -93,6 +94,8 @@ def covers(runner: Any, size: int) -> bool:
 
 def forbidden(model_runner: Any, runner: Any) -> str:
     """What on this server forbids slices, empty where nothing does. Looks at nothing that differs between ranks."""
+    if why := lane.here().no_slices:
+        return why
     from sglang.srt.eplb.expert_distribution import (
         _ExpertDistributionRecorderNoop,
         get_global_expert_distribution_recorder,
@@ -206,6 +209,4 @@ def run(model_runner: Any, batch: Any) -> Any:
 
 def several_ranks() -> bool:
     """Whether other processes take part in this server's forwards."""
-    from sglang.srt.runtime_context import get_parallel
-
-    return int(get_parallel().launch_world_size) > 1
+    return lane.here().launch_world_size() > 1

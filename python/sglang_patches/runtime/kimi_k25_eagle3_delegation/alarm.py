@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from sglang_patches import lane
 from sglang_patches.draft import shapes
 from sglang_patches.draft.shapes import value
 from sglang_patches.runtime import _metrics, _outcome, _ranks
@@ -86,19 +87,20 @@ def window() -> AcceptWindow:
 
 
 def watches_acceptance(update: Callable[..., None]) -> Callable[..., None]:
-    """Decorate upstream's ``update_spec_metrics(self, bs, num_correct_drafts, num_accept_tokens, ...)``.
+    """Decorate upstream's ``update_spec_metrics(self, bs, num_correct_drafts, ...)``.
 
-    It is called once a verify pass, in the scheduler's loop, with the number of requests in it and the tokens they
-    accepted together. An error here must not end that loop: it is logged once, and nothing is watched from then on.
+    It is called once a verify pass, in the scheduler's loop, with the number of requests in it and what they accepted
+    together. An error here must not end that loop: it is logged once, and nothing is watched from then on.
     """
 
     @functools.wraps(update)
-    def watched(self: Any, bs: int, num_correct_drafts: int, num_accept_tokens: int, *rest: Any, **named: Any) -> None:
-        update(self, bs, num_correct_drafts, num_accept_tokens, *rest, **named)
+    def watched(self: Any, bs: int, num_correct_drafts: int, *rest: Any, **named: Any) -> None:
+        update(self, bs, num_correct_drafts, *rest, **named)
         if _broken:
             return
         try:
-            _watch(self, int(bs), int(num_accept_tokens))
+            accepted = lane.here().accepted_tokens(bs, num_correct_drafts, *rest, **named)
+            _watch(self, int(bs), accepted)
         except Exception as error:
             _broken.append(error)
             startup.logger.exception(

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from sglang_patches import lane
 from sglang_patches.draft import shapes
 from sglang_patches.draft.checkpoint import (
     Checkpoint,
@@ -190,10 +191,11 @@ def check_in_worker(config: Any, server_args: Any, target: Any, is_draft_worker:
     only_warns()
     alarm_settings()
     refuse_images_in_context_parallel(server_args, target)
-    if not _is_eagle3(server_args) or config.draft_model_config is None:
+    draft = lane.here().draft_model_config(config, server_args) if _is_eagle3(server_args) else None
+    if draft is None:
         _outcome.record(PATCH, "not needed", "no EAGLE-3 draft is served")
         return
-    draft, unreadable = config.draft_model_config, []
+    unreadable: list[Finding] = []
     try:
         pair = make_pair(server_args, target, draft)
     except UnreadableCheckpoint as error:

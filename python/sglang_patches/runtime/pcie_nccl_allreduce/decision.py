@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from sglang_patches import lane
 from sglang_patches.nccl import profile, topology
 from sglang_patches.runtime import _outcome
 from sglang_patches.runtime._ranks import gpu_positions
@@ -24,18 +25,6 @@ DECISION = "SGLANG_PATCHES_NCCL_DECISION"
 IPC_SWITCH, IPC_LIMIT = "SGLANG_ENABLE_PCIE_IPC_ALLREDUCE", "SGLANG_PCIE_IPC_MAX_NUMEL"
 # The sizes flashinfer builds channels for (upstream's pcie_ipc_ar.py), and the bytes of the only dtype it takes, bf16.
 _IPC_WORLD_SIZES, _IPC_ITEM_BYTES = (2, 4, 8), 2
-
-# Upstream calls the tensor-parallel pynccl communicator outside of graphs too with these, at every step, or sets the
-# graph usage of communicators itself (docs/patches/pcie-nccl-allreduce.md has the places).
-_EAGER_PYNCCL: dict[str, Any] = {
-    "enable_symm_mem": False,
-    "enable_pdmux": False,
-    "enable_torch_compile": False,
-    "enable_kv_cache_sharding": False,
-    "attn_dp_size": 1,
-    "attn_cp_size": 1,
-    "dcp_size": 1,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,13 +169,14 @@ def _decide(
 ) -> Decision:
     environment, kept = dict(chosen.environment), dict(chosen.kept)
     crossover = chosen.crossovers.get(profile.PCIE_IPC)
-    if crossover is not None and cfg.tp_size in _IPC_WORLD_SIZES:
+    if crossover is not None and cfg.tp_size in _IPC_WORLD_SIZES and lane.here().has_pcie_ipc:
         wanted = {IPC_SWITCH: "1", IPC_LIMIT: str(crossover.size_bytes // _IPC_ITEM_BYTES)}
         own = {name: environ[name] for name in wanted if name in environ}
         kept |= own
         environment |= {} if own else wanted
     graphs_only, why_not = chosen.graphs_only, "" if chosen.graphs_only else "not in this profile"
-    for name, plain in _EAGER_PYNCCL.items():
+    # docs/patches/pcie-nccl-allreduce.md has the places in upstream.
+    for name, plain in lane.here().eager_pynccl.items():
         if graphs_only and getattr(cfg, name) != plain:
             graphs_only, why_not = False, f"{name}={getattr(cfg, name)} also calls that communicator outside of graphs"
     if graphs_only and not _torch_tells_replays():

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from sglang_patches import lane
 from sglang_patches.runtime._agreement import exchange, first_verdict
 
 logger = logging.getLogger("sglang_patches")
@@ -27,13 +28,7 @@ def all_ranks_or_none(coordinator: Any, group_name: str) -> None:
     Args:
         coordinator: upstream's ``GroupCoordinator``.
     """
-    from sglang.srt.distributed.device_communicators.pcie_ipc_ar import eligible_group
-
-    if not eligible_group(
-        group_name=group_name,
-        world_size=coordinator.world_size,
-        deterministic=coordinator._deterministic_collectives_enabled(),
-    ):
+    if not lane.here().pcie_ipc_allreduce(coordinator, group_name):
         return
     communicator = coordinator.pcie_ipc_comm
     usable = communicator is not None and not communicator.disabled

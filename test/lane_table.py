@@ -1,0 +1,79 @@
+"""Which tests hold for the installed lane: those of its patches, less what the table below names."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+
+from sglang_patches import series, upstream
+
+HERE = Path(__file__).parent
+REPO = HERE.parent
+
+_MADE = "upstream's arguments, contexts or runners are made as 0.5.23 makes them"
+_ONE_VOTE = "data-parallel ranks have one vote for decode and draft decode"
+_NO_TRAIL = "resolved arguments do not tell who switched decode graphs off, so the reason is off_other"
+_PCIE = "runtime/test_pcie_nccl_allreduce.py::"
+_NO_GRAPHS_ONLY = "NCCL 2.28 cannot make one communicator for graphs alone"
+_NO_IPC = "this upstream has no PCIe-IPC all-reduce"
+_NO_SLICES = "a verify is not replayed in slices in this lane"
+
+# By lane: file, or file::test, below test/ -> why it does not hold there. A test of a patch that the lane has not needs
+# no entry.
+NOT_HERE: Mapping[str, Mapping[str, str]] = {
+    "0.5.17": {
+        "runtime/test_eagle_verify_cuda_graph.py::test_draft_decode_has_two_reasons_of_its_own": _ONE_VOTE,
+        "runtime/test_eagle_verify_cuda_graph.py::test_who_switched_graphs_off": _NO_TRAIL,
+        "runtime/test_eagle_verify_cuda_graph.py::test_the_hooks_named_here_are_upstreams": _NO_TRAIL,
+        "runtime/test_eagle_verify_cuda_graph.py::test_switched_off_graphs_are_told_by_the_resolution": _NO_TRAIL,
+        "runtime/test_eagle_verify_cuda_graph_coverage.py": _MADE,
+        "runtime/test_eagle_verify_cuda_graph_slice_policy.py": _NO_SLICES,
+        "runtime/test_eagle_verify_cuda_graph_slices.py": _NO_SLICES,
+        f"{_PCIE}test_a_pcie_host_gets_a_built_in_before_workers_start": _NO_GRAPHS_ONLY,
+        f"{_PCIE}test_where_upstream_calls_the_communicator_outside_of_graphs_it_is_left_alone": _NO_GRAPHS_ONLY,
+        f"{_PCIE}test_ranks_that_inherited_the_same_go_on_and_rank_0_tells": _MADE,
+        f"{_PCIE}test_a_communicator_that_was_decided_and_not_made_is_told": _MADE,
+        f"{_PCIE}test_settings_that_all_workers_got_alike_after_the_decision_stop_the_start": _MADE,
+        f"{_PCIE}test_a_rank_that_comes_when_the_others_gave_up_gives_up_too": _MADE,
+        f"{_PCIE}test_a_rank_that_differs_stops_the_start_by_name": _MADE,
+        f"{_PCIE}test_another_nccl_than_the_one_decided_for_is_named": _MADE,
+        f"{_PCIE}test_a_tuned_profile_turns_pcie_ipc_on_up_to_its_crossover": _NO_IPC,
+        f"{_PCIE}test_pcie_ipc_is_on_all_ranks_or_on_none": _NO_IPC,
+        f"{_PCIE}test_a_workspace_that_one_rank_cannot_build_is_used_by_none": _NO_IPC,
+        "runtime/test_kimi_k25_eagle3_delegation.py::test_images_with_context_parallel_prefill_are_refused": _MADE,
+        "runtime/test_deepseek_v2_embedding_capture.py::test_a_target_that_cannot_serve_the_list_does_not_start": _MADE,
+        "runtime/test_deepseek_v2_embedding_capture_states.py": _MADE,
+        "runtime/test_kimi_k25_eagle3_delegation_loading.py": _MADE,
+    },
+}
+
+
+@functools.cache
+def release() -> str:
+    """The installed upstream release; empty where there is none."""
+    installed = upstream.locate()
+    return installed.release if installed else ""
+
+
+@functools.cache
+def _lacking() -> frozenset[str]:
+    """Patches of some lane that the installed one has not, as the names of their test files begin."""
+    folder = REPO / "patches"
+    lanes = series.releases(folder)
+    if release() not in lanes:
+        return frozenset()
+    everywhere = {patch.name for lane in lanes for patch in series.load(lane, folder).patches}
+    here = set(series.load(release(), folder).by_name)
+    return frozenset(f"test_{name.replace('-', '_')}" for name in everywhere - here)
+
+
+def why_not(path: Path, test: str = "") -> str:
+    """Why a test file, or one test of it, does not hold for the installed lane; empty where it does."""
+    if HERE not in path.parents:
+        return ""
+    if path.parent.name == "runtime" and any(path.stem.startswith(name) for name in _lacking()):
+        return f"lane {release()} has no such patch"
+    named = path.relative_to(HERE).as_posix()
+    table = NOT_HERE.get(release(), {})
+    return table.get(f"{named}::{test}" if test else named, "")
