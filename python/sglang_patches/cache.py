@@ -2,6 +2,8 @@
 
 A copy is never trusted: its content is compared with what it must be whenever its module is imported, and written anew
 (temporary file, atomic rename) where it differs. So neither a race nor a crash nor an edit leaves half a file in use.
+Bytecode beside it cannot be compared, and a file can change between being compared and being loaded: a folder where
+another user could do either is not used (`trust`).
 """
 
 from __future__ import annotations
@@ -12,8 +14,10 @@ import logging
 import os
 import shutil
 import tempfile
+from importlib.util import cache_from_source
 
 from sglang_patches.errors import PatchError
+from sglang_patches.trust import distrusted
 from sglang_patches.upstream import digest
 
 logger = logging.getLogger("sglang_patches")
@@ -25,8 +29,11 @@ _private: tuple[str, OSError] | None = None
 def folder() -> str:
     """`SGLANG_PATCHES_CACHE`, else `sglang-patches` in the user's cache folder."""
     chosen = os.environ.get("SGLANG_PATCHES_CACHE")
-    if chosen:
-        return os.path.abspath(chosen)
+    return os.path.abspath(chosen) if chosen else default_folder()
+
+
+def default_folder() -> str:
+    """`sglang-patches` in the user's cache folder."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return os.path.join(os.path.abspath(base), "sglang-patches")
 
@@ -81,17 +88,16 @@ def _use_private_folder(problem: OSError) -> None:
 def _put(root: str, key: str, relative: str, content: bytes, original: str | None) -> str:
     target = os.path.join(root, key, *relative.split("/"))
     parent = os.path.dirname(target)
-    os.makedirs(root, mode=0o700, exist_ok=True)
-    os.makedirs(parent, mode=0o700, exist_ok=True)
-    owner = os.stat(parent).st_uid
-    if owner not in (0, os.geteuid()):
-        # The copy itself is compared below, the bytecode beside it is not.
-        raise PermissionError(f"{parent} belongs to another user (uid {owner})")
+    _refuse_distrusted(parent)  # before anything is written there
+    _make_folders(root, parent)
+    _refuse_distrusted(parent)
+    _refuse_distrusted(os.path.dirname(cache_from_source(target)))
     if original is not None:
         _link_siblings(original, target, depth=relative.count("/"))
     try:
         with open(target, "rb") as file:
-            if file.read() == content:
+            # One that others can write to could change after this comparison; a new one they cannot.
+            if file.read() == content and not distrusted(target):
                 return target
     except FileNotFoundError:
         pass
@@ -104,6 +110,21 @@ def _put(root: str, key: str, relative: str, content: bytes, original: str | Non
         os.unlink(temporary)
         raise
     return target
+
+
+def _refuse_distrusted(path: str) -> None:
+    if reason := distrusted(path):
+        raise PermissionError(reason)
+
+
+def _make_folders(root: str, parent: str) -> None:
+    """Make `parent`, a folder in `root`, for this user alone, whatever the umask."""
+    os.makedirs(root, mode=0o700, exist_ok=True)
+    folder = root
+    for part in os.path.relpath(parent, root).split(os.sep):
+        folder = os.path.join(folder, part)
+        with contextlib.suppress(FileExistsError):  # os.makedirs gives its mode to the last folder only
+            os.mkdir(folder, mode=0o700)
 
 
 def _link_siblings(original: str, target: str, depth: int) -> None:
@@ -128,6 +149,6 @@ def _unwritable(problem: OSError, temporary: str, error: OSError) -> PatchError:
         f"cannot write patched files\n"
         f"  cache      {folder()}: {problem}\n"
         f"  temporary  {temporary}: {error}\n"
-        f"  remedy     set SGLANG_PATCHES_CACHE to a writable folder with a few megabytes free, "
+        f"  remedy     set SGLANG_PATCHES_CACHE to a writable folder of your own with a few megabytes free, "
         f"or run without patches: SGLANG_PATCHES=none"
     )

@@ -156,6 +156,25 @@ def build(
 
 
 @command
+def warm() -> None:
+    """Write the patched files of the current selection to the cache folder; print each upstream path and its copy.
+
+    For an image whose file system is read-only when it runs. Exit code 2 where the cache folder cannot be used.
+    """
+    from sglang_patches import cache
+    from sglang_patches.overlay import Overlay
+
+    installed, patches = context()
+    overlay = Overlay(installed, selection.select(patches))
+    for path in overlay.by_path:
+        copy = overlay.store(path, installed.read(path), installed.path(path))
+        if not Path(copy).is_relative_to(cache.folder()):
+            # This process's own folder is gone when it ends.
+            raise PatchError(f"{cache.folder()} was not used\n  remedy     see the warning above")
+        typer.echo(f"{path}\t{copy}")
+
+
+@command
 def new(
     name: Annotated[str, typer.Argument(help="Lower-case words joined with hyphens.", metavar="NAME")],
     directory: Annotated[Path, typer.Argument(help="A new folder to edit in.", metavar="DIR")],

@@ -11,7 +11,7 @@ import math
 import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,7 +19,7 @@ import typer
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from sglang_patches import selection, serve
+from sglang_patches import api_key, selection, serve
 from sglang_patches.errors import PatchError, told
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -57,6 +57,7 @@ class Recipe(BaseModel):
         port: HTTP port.
         device: ``cuda`` or ``cpu``; by default what this machine has.
         patches: ``SGLANG_PATCHES`` where the environment does not set it.
+        requires_api_key: without a key, or a line that says that there is none, nothing is started.
         arguments: of ``sglang.launch_server``, by name; true for a bare switch.
         environment: variables, where the environment does not set them.
     """
@@ -70,6 +71,7 @@ class Recipe(BaseModel):
     port: int = Field(default=30000, ge=1, le=65535)
     device: Literal["cuda", "cpu"] | None = None
     patches: str | None = None
+    requires_api_key: bool = False
     arguments: dict[str, str | int | float | bool] = {}
     environment: dict[str, str] = {}
 
@@ -79,6 +81,8 @@ class Recipe(BaseModel):
         for name in arguments:
             if not name.startswith("--"):
                 raise ValueError(f"{name!r} is no option of sglang.launch_server: write '--{name.lstrip('-')}'")
+            if name in api_key.VARIABLES:
+                raise ValueError(f"{name!r} is a secret and no part of a recipe: set {api_key.VARIABLES[name]}")
             if key := next((key for key, spellings in _OWN.items() if name in spellings), None):
                 raise ValueError(f"{name!r} has a key of its own in a recipe: {key}")
         return arguments
@@ -86,7 +90,11 @@ class Recipe(BaseModel):
 
 @dataclass(frozen=True)
 class Wanted:
-    """A recipe with what the command line said: see `Recipe`. `extra` are arguments for ``sglang.launch_server``."""
+    """A recipe with what the command line said: see `Recipe`. `extra` are arguments for ``sglang.launch_server``.
+
+    `keys` are the API keys by upstream's option, each with where it comes from; `unprotected`: the line says that there
+    is none.
+    """
 
     device: Literal["cuda", "cpu"] | None
 
@@ -98,6 +106,8 @@ class Wanted:
     environ: Mapping[str, str]
     memory_fraction: float = 0.9
     context_length: int | None = None
+    keys: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    unprotected: bool = False
 
 
 def folder() -> Path:
@@ -154,6 +164,7 @@ def combine(recipe: Recipe, line: Sequence[str], environ: Mapping[str, str]) -> 
         if own is not None:
             arguments += [name, str(own)]
 
+    keys = {"--api-key": given.api_key, "--admin-api-key": given.admin_api_key}
     defaults = {**recipe.environment, **({} if recipe.patches is None else {"SGLANG_PATCHES": recipe.patches})}
     # The recipe's are read as strictly as the line's.
     effective = _parser().parse_known_args(arguments)[0]
@@ -165,9 +176,12 @@ def combine(recipe: Recipe, line: Sequence[str], environ: Mapping[str, str]) -> 
         tp=given.tp or recipe.tp,
         port=given.port or recipe.port,
         extra=(*arguments, *rest),
-        environ={**defaults, **environ},
+        # The server gets its keys another way, and its children none.
+        environ={key: value for key, value in {**defaults, **environ}.items() if key not in api_key.VARIABLES.values()},
         memory_fraction=0.9 if fraction is None else fraction,
         context_length=effective.context_length,
+        keys=api_key.collect(keys, environ),
+        unprotected=given.api_key == "",
     )
 
 
@@ -184,6 +198,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(*_OWN["port"], dest="port", type=_port)
     parser.add_argument("--mem-fraction-static", dest="memory_fraction", type=_fraction)
     parser.add_argument("--context-length", type=_at_least_one)
+    for option in api_key.VARIABLES:
+        parser.add_argument(option)
     return parser
 
 
@@ -258,7 +274,9 @@ def run(
     """
     from sglang_patches.doctor import app as doctor
 
-    wanted = combine(load(name), line, os.environ)
+    recipe = load(name)
+    wanted = combine(recipe, line, os.environ)
+    said = _keys(name, recipe, wanted, dry_run)
     launch = plan(wanted, selection.has_gpu() if wanted.device is None else wanted.device == "cuda")
     blind = not_reckoned(launch.argv)
     healthy = not with_doctor or doctor.run(
@@ -271,18 +289,42 @@ def run(
         if wanted.device == "cuda" and not selection.has_gpu():
             print(f"launch: {name} is for CUDA (device: cuda), and this machine has no GPU")
             healthy = False
-    for note in launch.notes:
+    for note in (*launch.notes, *said):
         print(f"launch: {note}")
+    starts = healthy and not dry_run
+    if starts and wanted.keys:
+        launch.argv += api_key.hand_over({option: key for option, (key, _) in wanted.keys.items()})
     changed = {key: value for key, value in launch.env.items() if os.environ.get(key) != value}
     # Quoted behind the sign: a shell takes 'A=b c' for a program's name.
     assignments = [f"{key}={shlex.quote(value)}" for key, value in sorted(changed.items())]
     print("launch:", *assignments, shlex.join(launch.argv), flush=True)
-    if dry_run or not healthy:
+    if not starts:
         if not healthy and not dry_run:
             print("launch: not started, because of the failures above; --no-doctor starts all the same", flush=True)
         return healthy
     (execute or os.execvpe)(launch.argv[0], launch.argv, launch.env)
     return True
+
+
+def _keys(name: str, recipe: Recipe, wanted: Wanted, dry_run: bool) -> list[str]:
+    """What to tell of the API keys. Raises PatchError where the recipe asks for one and the server would have none."""
+    file, has_key = api_key.in_config(wanted.extra)
+    if file and wanted.keys:
+        sources = ", ".join(source for _, source in wanted.keys.values())
+        raise PatchError(
+            f"--config {file} and an API key ({sources}) are given; the key is handed over in a --config, and upstream "
+            f"takes one --config only\n  remedy     write the key into {file}: 'api-key: ...', and unset the other"
+        )
+    if "--api-key" in wanted.keys or has_key:
+        sources = ", ".join(f"{option.removeprefix('--')} from {source}" for option, (_, source) in wanted.keys.items())
+        return [f"{sources}: in a file in memory (--config), not on the line" if sources else f"API key from {file}"]
+    if not recipe.requires_api_key:
+        return []
+    if wanted.unprotected:
+        return ["--api-key is empty: everybody who reaches the port can use this server and change its weights"]
+    if not dry_run:
+        raise api_key.required(name)
+    return [f"would not start: recipe {name} serves with an API key, and there is none (set SGLANG_API_KEY)"]
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

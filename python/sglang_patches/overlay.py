@@ -86,6 +86,15 @@ class Overlay:
         """The patched content of one upstream file, whose bytes are `data`."""
         return hunks.apply(data, hunks.combine(patch.insertions[path] for patch in self.by_path[path]), path)
 
+    def store(self, path: str, data: bytes | None, file: str) -> str:
+        """The patched copy in the cache of one upstream file, whose bytes are `data`; written where it is not there.
+
+        Raises:
+            PatchError: the file is not what the patches were made against, or no folder takes the copy.
+        """
+        checked = self.check(path, data, file)
+        return cache.store(self._key(path), path, self.patched(path, checked), self.upstream.path(path), checked)
+
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """Spec of a patched or provided module; None for every other, which the next finder then loads."""
         package = self.provides.get(fullname)
@@ -99,9 +108,7 @@ class Overlay:
             return None
         try:
             with open(found.origin, "rb") as file:
-                data = self.check(relative, file.read(), found.origin)
-            patched = self.patched(relative, data)
-            copy = cache.store(self._key(relative), relative, patched, self.upstream.path(relative), data)
+                copy = self.store(relative, file.read(), found.origin)
         except PatchError as error:
             return refusal(fullname, error)
         return spec_from_file_location(

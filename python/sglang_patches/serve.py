@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sglang_patches import lane, selection
+from sglang_patches import api_key, lane, selection
 from sglang_patches.errors import PatchError
 from sglang_patches.series import load
 from sglang_patches.upstream import locate
@@ -249,7 +249,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
     for note in launch.notes:
         print(f"serve: {note}")
-    print(f"serve: {shlex.join(launch.argv)}")
+    print(f"serve: {shlex.join(api_key.masked(launch.argv))}")
     print("serve: starting; a small model takes about a minute, a large one as long as its weights take to load")
     sys.stdout.flush()
     _spawn_watcher(f"http://{launch.host}:{given.port}", launch.name)

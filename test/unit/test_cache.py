@@ -176,7 +176,7 @@ def test_nowhere_to_write_is_a_clear_error_and_leaves_nothing(patched: Sandbox, 
     assert cached == f"  cache      {patched.cache}: [Errno 27] File too large"
     assert fallback.startswith(f"  temporary  {temporary}/sglang-patches-")
     assert remedy == (
-        "  remedy     set SGLANG_PATCHES_CACHE to a writable folder with a few megabytes free, "
+        "  remedy     set SGLANG_PATCHES_CACHE to a writable folder of your own with a few megabytes free, "
         "or run without patches: SGLANG_PATCHES=none"
     )
     assert not patched.copies()

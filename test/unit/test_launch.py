@@ -200,6 +200,7 @@ def test_doctor_comes_first_and_a_failure_starts_nothing(monkeypatch: pytest.Mon
         pytest.fail("a server was started")
 
     monkeypatch.setattr(os, "execvpe", execute)
+    monkeypatch.setenv("SGLANG_API_KEY", "k")
     if selection.has_gpu():
         pytest.skip("this machine may have the GPUs that the recipe wants")
     done = CliRunner().invoke(app, ["launch", "kimi-k2.5-8xpcie", "--log-level", "warning"])

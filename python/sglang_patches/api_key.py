@@ -1,0 +1,131 @@
+"""The server's API keys: where they come from, and how the server gets them without their being on a command line.
+
+Every user of a machine can read a command line, and it ends up in logs. Upstream takes keys as arguments or from the
+file of ``--config`` (``server_args_config_parser.py`` in 0.5.23), so `launch` writes them into a file in memory that
+only this process and the server it becomes hold open.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import yaml
+
+from sglang_patches import cache
+from sglang_patches.errors import PatchError
+from sglang_patches.trust import distrusted
+
+# Upstream's options, and the variables that `collect` reads; with _FILE, the file that holds the key.
+VARIABLES = {"--api-key": "SGLANG_API_KEY", "--admin-api-key": "SGLANG_ADMIN_API_KEY"}
+
+
+def collect(given: Mapping[str, str | None], environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """Option of upstream to (key, where it comes from), for each key there is.
+
+    Args:
+        given: the keys on the command line by option; None where it has none. They win over variables, and an empty
+            one says that the server has none.
+        environ: has the variables.
+
+    Raises:
+        PatchError: a key cannot be read, or upstream could not compare it with a header.
+    """
+    found = {}
+    for option, variable in VARIABLES.items():
+        key, source = given.get(option), option
+        if key is None and (file := environ.get(f"{variable}_FILE")):
+            source = f"{variable}_FILE={file}"
+            try:
+                key = Path(file).read_text(encoding="utf-8").strip()
+            except (OSError, UnicodeDecodeError) as error:
+                raise PatchError(
+                    f"{variable}_FILE: {file} cannot be read: {error}\n"
+                    f"  remedy     let it name a file that this user (uid {os.geteuid()}) can read, with the key in it"
+                ) from None
+            if not key:
+                raise PatchError(f"{source}: the file is empty\n  remedy     write the key into it")
+        elif key is None:
+            key, source = environ.get(variable), variable
+        if not key:
+            continue
+        if not key.isascii() or not key.isprintable() or " " in key or key.startswith("-"):
+            raise PatchError(
+                f"{source}: the key cannot be used\n"
+                f"  expected   visible ASCII characters without spaces, not beginning with '-'\n"
+                f"  remedy     make one: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
+            )
+        found[option] = key, source
+    return found
+
+
+def in_config(words: Sequence[str]) -> tuple[str | None, bool]:
+    """The file after ``--config`` among a server's arguments, and whether it has an API key."""
+    if "--config" not in words[:-1]:
+        return None, False
+    file = words[words.index("--config") + 1]
+    try:
+        content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return file, False  # upstream will say what is wrong with it
+    return file, isinstance(content, dict) and bool(content.get("api-key") or content.get("api_key"))
+
+
+def required(recipe: str) -> PatchError:
+    """The refusal to serve without a key."""
+    return PatchError(
+        f"recipe {recipe} serves with an API key, and there is none\n"
+        f"  remedy     export SGLANG_API_KEY=... or SGLANG_API_KEY_FILE=/path/of/a/file, for instance\n"
+        f"             export SGLANG_API_KEY=\"$(python -c 'import secrets; print(secrets.token_urlsafe(32))')\"\n"
+        f"  or         serve everybody who reaches the port: --api-key="
+    )
+
+
+def hand_over(keys: Mapping[str, str]) -> list[str]:
+    """Arguments that give upstream these keys (option to key), for the program that this process becomes by `exec`.
+
+    They name a link to a file in memory, which that program inherits and no other process has.
+    """
+    content = json.dumps({option.removeprefix("--"): key for option, key in keys.items()})
+    descriptor = os.memfd_create("sglang-api-keys", 0)
+    os.write(descriptor, content.encode())
+    # Upstream wants a name that ends in .yaml. The link itself is no secret, and one serves every start.
+    return ["--config", _link(f"keys-{descriptor}.yaml", f"/proc/self/fd/{descriptor}")]
+
+
+def _link(name: str, target: str) -> str:
+    """A link to `target` in the first folder where nobody else can make it lead elsewhere."""
+    problems = []
+    for folder in (cache.folder(), cache.default_folder(), os.path.join(tempfile.gettempdir(), f"keys-{os.getpid()}")):
+        link = os.path.join(folder, name)
+        try:
+            if reason := distrusted(folder):
+                raise PermissionError(reason)
+            os.makedirs(folder, mode=0o700, exist_ok=True)
+            if not (os.path.islink(link) and os.readlink(link) == target):
+                os.symlink(target, link)
+            if reason := distrusted(folder):
+                raise PermissionError(reason)
+            return link
+        except OSError as error:
+            problems.append(f"  {folder}: {error}")
+    raise PatchError(
+        "the API key cannot be handed over: no folder takes a link that nobody else can change\n"
+        + "\n".join(problems)
+        + "\n  remedy     set SGLANG_PATCHES_CACHE to a writable folder of your own"
+    )
+
+
+def masked(argv: Sequence[str]) -> list[str]:
+    """A command line as it may be shown: keys given on it are not."""
+    shown: list[str] = []
+    for word in argv:
+        name, sign, value = word.partition("=")
+        if shown and shown[-1] in VARIABLES:
+            shown.append("***" if word else word)
+        else:
+            shown.append(f"{name}=***" if name in VARIABLES and sign and value else word)
+    return shown

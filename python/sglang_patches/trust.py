@@ -1,0 +1,94 @@
+"""Whether another user could change what a path leads to.
+
+What is loaded from the cache folder runs with this user's rights, so nobody but this user and root may be able to write
+there, to put a folder of their own in its place, or to lead it elsewhere by a link. Permission bits and owners are
+read, access control lists are not.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+
+
+def distrusted(path: str) -> str | None:
+    """Why the folder or file at `path` is not this user's alone; None where it is, or where it does not exist yet.
+
+    Looks at every folder on the way from the root of the file system, at the links on it, and where these lead.
+
+    Raises:
+        OSError: something on the way cannot be examined (no permission, a file for a folder, links in a circle).
+    """
+    rest = [part for part in os.path.abspath(path).split(os.sep) if part]
+    at, links = os.sep, 0
+    reason = _writable_by_others(at, os.lstat(at), final=not rest)
+    while rest and reason is None:
+        part = rest.pop(0)
+        if part in (os.curdir, os.pardir):
+            # Only after a link; `at` has none, so its parent is what it says.
+            at = os.path.dirname(at) if part == os.pardir else at
+            continue
+        here = os.path.join(at, part)
+        try:
+            state = os.lstat(here)
+        except FileNotFoundError:
+            return None  # this user makes it, in a folder that only this user can write to
+        if stat.S_ISLNK(state.st_mode):
+            links += 1
+            if links > 40:
+                return f"{path} leads through more than 40 links"
+            if not _ours(state, final=False):
+                return f"the link {here} belongs to another user (uid {state.st_uid})"
+            target = os.readlink(here)
+            rest = [part for part in target.split(os.sep) if part] + rest
+            at = os.sep if os.path.isabs(target) else at
+            continue
+        at = here
+        reason = _writable_by_others(at, state, final=not rest)
+    return reason
+
+
+def _ours(state: os.stat_result, final: bool) -> bool:
+    if state.st_uid in (0, os.geteuid()):
+        return True
+    # In a user namespace without the machine's root (bubblewrap, some sandboxes) `/` has no owner that can be named.
+    return not final and state.st_uid == _unnamed_owner()
+
+
+def _unnamed_owner() -> int | None:
+    """The user id that stands for every owner from outside of this user namespace; None in the machine's own."""
+    try:
+        with open("/proc/self/uid_map", encoding="ascii") as file:
+            if file.read().split() == ["0", "0", "4294967295"]:
+                return None
+        with open("/proc/sys/kernel/overflowuid", encoding="ascii") as file:
+            return int(file.read())
+    except OSError:
+        return None
+
+
+def _writable_by_others(path: str, state: os.stat_result, final: bool) -> str | None:
+    """`final`: `path` itself is used, not only passed through on the way."""
+    if not _ours(state, final):
+        return f"{path} belongs to another user (uid {state.st_uid})"
+    # As in /tmp: others may add entries there, but not touch those of this user.
+    if state.st_mode & stat.S_ISVTX and stat.S_ISDIR(state.st_mode) and not final:
+        return None
+    mode = stat.S_IMODE(state.st_mode)
+    if mode & stat.S_IWOTH:
+        return f"every user can write to {path} (mode {mode:04o})"
+    if mode & stat.S_IWGRP and not _own_group(state.st_gid):
+        return f"group {state.st_gid} can write to {path} (mode {mode:04o})"
+    return None
+
+
+def _own_group(group: int) -> bool:
+    """Whether a group has no member but this user: root's where root runs, or one named like its only user."""
+    import grp
+    import pwd
+
+    try:
+        user, entry = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
+    except KeyError:
+        return False
+    return entry.gr_name == user.pw_name and user.pw_gid == group and set(entry.gr_mem) <= {user.pw_name}
