@@ -14,7 +14,7 @@ INSTALLED := $(VENV)/.installed
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHONUNBUFFERED = 1
 
-.PHONY: help setup serve stop test test-lane unit lint format lanes docs docs-serve
+.PHONY: help setup serve stop test test-lane unit lint format lanes audit docs docs-serve
 .DEFAULT_GOAL := help
 
 help:
@@ -24,6 +24,7 @@ help:
 	@echo 'make lanes                      carry the patches to every release since 0.5.17 and write docs/lanes.md'
 	@echo 'make docs                       build docs/ as a site into site/; make docs-serve shows it while you write'
 	@echo 'make test-lane LANE=0.5.17      set up another upstream release in .venv-0.5.17 (9 GB) and test the series there'
+	@echo 'make audit                      ask the package index for vulnerable and withdrawn packages of the image (online)'
 	@echo 'make test | unit | lint | format                      checks: all, unit tests only, ruff and mypy, fix format'
 
 setup: $(INSTALLED)
@@ -50,7 +51,12 @@ unit: $(INSTALLED)
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy python sgl-kernel/python benchmark test scripts hatch_build.py
+	$(BIN)/mypy python sgl-kernel/python benchmark test scripts docker hatch_build.py
+	$(BIN)/python scripts/audit.py
+
+audit: $(INSTALLED)
+	PATH="$(BIN):$$PATH" docker/lock.sh --check
+	PATH="$(BIN):$$PATH" uv tool run pip-audit --disable-pip --require-hashes $(patsubst %,--requirement %,$(wildcard docker/lock/*.txt))
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
