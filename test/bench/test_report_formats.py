@@ -48,6 +48,12 @@ def test_every_committed_result_is_shown() -> None:
     assert "0.05096" in quality.tables[0].rows[1][4].text
     assert "04020aae8579" in quality.code[0][2][0]
     assert quality.command.startswith("python -m benchmark.oea.quality")
+    load = shown["benchmark/results/cpu-endurance/load.json"]
+    assert load.headline.startswith("1000 requests in ")
+    kinds = next(table for table in load.tables if table.title == "kinds")
+    assert [cell.text for cell in kinds.rows[0]][:2] == ["bad", "150"]
+    assert load.command.startswith("python -m benchmark.endurance.run")
+    assert load.machine
     parsed(page.render(found))
 
 

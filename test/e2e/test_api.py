@@ -12,6 +12,7 @@ import jsonschema
 import lane_table
 import openai
 import pytest
+from transformers import AutoTokenizer
 
 from sglang_patches.document.diff import diff
 from sglang_patches.document.server import ask
@@ -104,6 +105,22 @@ def test_stop_string_ends_the_text_before_it(client: openai.OpenAI, model: str) 
     stopped = client.completions.create(model=model, prompt=PROMPT, max_tokens=64, temperature=0, stop=stop)
     assert stopped.choices[0].text == free[: free.index(stop)]
     assert stopped.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_part_of_a_stop_string_is_in_the_text(spec_server: Server, stream: bool) -> None:
+    """Upstream hands text on at every 50th token, and the stop string lies across it (patch whole-stop-strings)."""
+    sampling = {"temperature": 0, "max_new_tokens": 60, "ignore_eos": True}
+    url, tokenizer = f"{spec_server.url}/generate", AutoTokenizer.from_pretrained(spec_server.model_path)
+    ids = httpx.post(url, json={"text": PROMPT, "sampling_params": sampling}, timeout=120).json()["output_ids"]
+    before, after = str(tokenizer.decode(ids[:50])), str(tokenizer.decode(ids[:51]))
+    # As much of the 50th token's end as makes it the first of its kind.
+    stop = next(after[at:] for at in range(len(before) - 1, 0, -1) if after.index(after[at:]) == at)
+    wanted = after.removesuffix(stop)
+    body = {"text": PROMPT, "sampling_params": {**sampling, "stop": stop}, "stream": stream}
+    answer = httpx.post(url, json=body, timeout=120).text
+    last = answer.split("data: ")[-2] if stream else answer
+    assert json.loads(last)["text"] == wanted
 
 
 def test_logprobs_belong_to_the_greedy_tokens(client: openai.OpenAI, model: str) -> None:

@@ -67,3 +67,26 @@ def test_files_go_with_the_process_that_owns_them(tmp_path: Path, how: str, stat
     assert len(list(folder.iterdir())) == sockets
     if how == "exit":
         assert "leaked" not in done.stderr
+
+
+@pytest.mark.parametrize(("enabled", "waited"), [(None, 0), ("1", 1)])
+def test_a_server_that_lost_a_child_waits_for_core_dumps_only_where_they_can_come(
+    monkeypatch: pytest.MonkeyPatch, enabled: str | None, waited: int
+) -> None:
+    """Upstream's own code after a child failed: 60 seconds for dumps, beside 5 for the GPU to settle."""
+    from sglang.srt.managers import tokenizer_manager
+
+    monkeypatch.delenv("CUDA_ENABLE_USER_TRIGGERED_COREDUMP", raising=False)
+    if enabled:
+        monkeypatch.setenv("CUDA_ENABLE_USER_TRIGGERED_COREDUMP", enabled)
+    monkeypatch.setenv("SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS", "60")
+    slept: list[float] = []
+    asked: list[bool] = []
+    monkeypatch.setattr(tokenizer_manager.time, "sleep", slept.append)
+    monkeypatch.setattr(tokenizer_manager, "collect_scheduler_processes", lambda: ["one"])
+    monkeypatch.setattr(tokenizer_manager, "pyspy_dump_schedulers", lambda **_: None)
+    monkeypatch.setattr(tokenizer_manager, "trigger_cuda_user_coredump", lambda **_: asked.append(True))
+    manager = tokenizer_manager.TokenizerManager.__new__(tokenizer_manager.TokenizerManager)
+    manager.crash_dump_folder, manager.crash_dump_performed = "", False
+    manager.dump_requests_before_crash()
+    assert slept.count(60) == len(asked) == waited

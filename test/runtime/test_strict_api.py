@@ -184,6 +184,8 @@ WRONG_TYPES = [
     ({"stop": 5}, "stop"),
     ({"stop_regex": "a{99999999999999}"}, "stop_regex"),
     ({"stop_regex": 7}, "stop_regex"),
+    ({"seed": 5}, "'seed'"),
+    ({"": None}, "''"),
 ]
 
 
@@ -198,6 +200,7 @@ def test_every_sampling_parameter_may_have_its_default() -> None:
 
     defaults = SamplingParams()
     params = {name: getattr(defaults, name) for name in requests._sampling_types()}
+    params |= {"custom_params": {"a": 1}, "watermark": None}
     params |= {"logit_bias": {"5": 1}, "stop": ["a"], "stop_token_ids": [7, 8], "temperature": 1, "top_k": -1}
     strict_api.check_request(MANAGER, generate(text="x", sampling_params=params))
 

@@ -99,6 +99,11 @@ PASSING: dict[str, tuple[str, Any]] = {
     "anthropic": (ANTHROPIC, {"model": MODEL.name, "max_tokens": 2, "messages": MESSAGES}),
     "ollama": ("/api/chat", {"model": MODEL.name, "messages": MESSAGES, "stream": False}),
     "ollama with a tag, streaming": ("/api/generate", {"model": f"{MODEL.name}:latest", "prompt": "x", "stream": True}),
+    "ollama with a seed": (
+        "/api/generate",
+        {"model": MODEL.name, "prompt": "x", "options": {"seed": 7}, "stream": False},
+    ),
+    "vertex": ("/vertex_generate", {"instances": [{"text": "x"}], "parameters": {"sampling_params": {"n": 1}}}),
     "score": ("/v1/score", {"model": MODEL.name, "query": "x", "items": ["a"], "label_token_ids": [5]}),
 }
 
@@ -168,6 +173,26 @@ BAD: dict[str, tuple[str, Any, str]] = {
         "/api/generate",
         {"model": MODEL.name, "prompt": "x", "options": {"num_predict": "x"}, "stream": True},
         "max_new_tokens is 'x'",
+    ),
+    "seed of a wrong type for Ollama": (
+        "/api/chat",
+        {"model": MODEL.name, "messages": MESSAGES, "options": {"seed": 2.5}},
+        "sampling_seed is 2.5",
+    ),
+    "unknown sampling parameter for Vertex": (
+        "/vertex_generate",
+        {"instances": [{"text": "x"}], "parameters": {"sampling_params": {"seed": 5}}},
+        "'seed', which is no sampling parameter",
+    ),
+    "unknown parameter for Vertex": (
+        "/vertex_generate",
+        {"instances": [{"text": "x"}], "parameters": {"depth": 5}},
+        "'depth'",
+    ),
+    "prompt as a parameter for Vertex": (
+        "/vertex_generate",
+        {"instances": [{"text": "x"}], "parameters": {"text": "y"}},
+        "multiple values",
     ),
     "no messages for Ollama": ("/api/chat", {"model": MODEL.name, "messages": []}, "empty"),
     "unknown log level": ("/configure_logging", {"log_level": "no"}, "NO"),

@@ -165,7 +165,7 @@ def running(
     with log.open("wb") as out:
         process = subprocess.Popen(
             argv, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
-            preexec_fn=_end_with_us,
+            preexec_fn=end_with_us,
         )  # fmt: skip
     server = Server(process, f"http://{host}:{port}", name, log)
     try:
@@ -260,7 +260,7 @@ def _has_us(python: str) -> bool:
     return words[1] == "True"
 
 
-def _end_with_us() -> None:
+def end_with_us() -> None:
     """Runs in the child: it gets SIGTERM when this process dies, also of SIGKILL; and Ctrl-C is ours to handle."""
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -3,7 +3,8 @@
 Upstream 0.5.23 never removes the shared-memory file of its load snapshots (``managers/load_snapshot.py``) and the
 UNIX sockets between its processes (``PortArgs.init_new``). Where it kills its children (``kill_process_tree``: on
 SIGINT, and whenever one of them fails), it kills Python's resource tracker too, whose job is to remove the semaphores
-of processes that die so. And a SIGTERM before the first request kills the launching process where it stands.
+of processes that die so. And a SIGTERM before the first request kills the launching process where it stands. Where a
+child has died, it holds the rest of the server for a minute in which it answers nothing.
 """
 
 from __future__ import annotations
@@ -73,6 +74,14 @@ def _is_resource_tracker(process: psutil.Process) -> bool:
         return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
     except psutil.Error:  # gone, or a zombie
         return False
+
+
+def can_dump_core() -> bool:
+    """Whether CUDA was told to dump core when asked, which it must be before it starts.
+
+    Upstream asks for dumps when a child fails, and waits a minute for them, blocked, whether they can come or not.
+    """
+    return os.environ.get("CUDA_ENABLE_USER_TRIGGERED_COREDUMP") == "1"
 
 
 def exit_on_sigterm() -> None:

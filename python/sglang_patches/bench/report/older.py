@@ -248,11 +248,12 @@ def _script(data: Data, file: Path) -> Section | None:
     command = data.get("command") or (schema.parse(document, str(file)).command if document else [])
     module = next((str(word) for word in command if str(word).startswith("benchmark.")), "")
     counts = ", ".join(f"{len(rows)} {name.replace('_', ' ')}" for name, rows in lists.items())
-    section = _section(data, file, module.removeprefix("benchmark.") or "measurements", counts, data)
+    told = str(data.get("headline") or counts)
+    section = _section(data, file, module.removeprefix("benchmark.") or "measurements", told, data)
     section.tables = [rows_table(name.replace("_", " "), [_flat(row) for row in rows]) for name, rows in lists.items()]
     plain = {name: value for name, value in data.items() if isinstance(value, str | int | float)}
     section.facts += [(name.replace("_", " "), said(name, value).text) for name, value in plain.items()
-                      if name not in ("when", "made")]  # fmt: skip
+                      if name not in ("when", "made", "headline")]  # fmt: skip
     return section
 
 

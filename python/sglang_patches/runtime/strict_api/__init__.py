@@ -20,7 +20,9 @@ from sglang_patches.runtime.strict_api.answers import (
     profile_conflict,
     refuse_before_streaming,
     template_errors,
+    vertex_parameters,
 )
+from sglang_patches.runtime.strict_api.fields import ollama_seed
 from sglang_patches.runtime.strict_api.media import admit_source, load_errors, media_errors
 from sglang_patches.runtime.strict_api.models import anthropic_error_type, anthropic_refusal, ollama_refusal, refusal
 from sglang_patches.runtime.strict_api.requests import check_request, check_token_ids, normalized
@@ -37,9 +39,11 @@ __all__ = [
     "media_errors",
     "normalized",
     "ollama_refusal",
+    "ollama_seed",
     "plain_validation_errors",
     "profile_conflict",
     "refusal",
     "refuse_before_streaming",
     "template_errors",
+    "vertex_parameters",
 ]

@@ -89,6 +89,22 @@ def profile_conflict(execute: Callable[..., Awaitable[Any]]) -> Callable[..., Aw
     return checked
 
 
+def vertex_parameters(endpoint: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """Decorate Vertex AI's endpoint, which makes keyword arguments of what a client sends: unknown ones are a 400."""
+
+    @functools.wraps(endpoint)
+    async def checked(*args: Any, **named: Any) -> Any:
+        try:
+            return await endpoint(*args, **named)
+        except TypeError as error:
+            told = str(error)
+            if "GenerateReqInput" not in told:
+                raise
+            raise ValueError(f"parameters must be fields of /generate: {told.partition('() ')[2]}.") from error
+
+    return checked
+
+
 def add_handlers(app: FastAPI) -> None:
     """Answer a ValueError that an endpoint lets through with a 400, and record where media may come from."""
     app.add_exception_handler(ValueError, _on_value_error)  # type: ignore[arg-type]

@@ -1,11 +1,29 @@
-"""Fields of OpenAI's API that upstream accepts and does not do: a 400 instead of an answer to another question."""
+"""Fields of OpenAI's API that upstream accepts and does not do: a 400 instead of an answer to another question.
+
+And the one of Ollama's that it does and passes on under a wrong name.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+
+def ollama_seed(convert: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Decorate the conversion of Ollama's options: a seed gets the name that upstream's sampling has for it."""
+
+    @functools.wraps(convert)
+    def converted(*args: Any, **named: Any) -> dict[str, Any]:
+        params = convert(*args, **named)
+        if "seed" in params:
+            params["sampling_seed"] = params.pop("seed")
+        return params
+
+    return converted
 
 
 def check(manager: TokenizerManager, request: Any) -> None:

@@ -164,7 +164,11 @@ def _check_sampling(params: dict[str, Any], vocabulary: int) -> None:
             raise ValueError("n is null; give a number of samples, or leave it out for 1.")
         if name == "custom_params" and not isinstance(value, (dict, type(None))):
             raise ValueError(f"custom_params is {value!r:.80}; it must be an object.")
-        if value is None or name not in _sampling_types():
+        if name in _UNTYPED:
+            continue
+        if name not in _sampling_types():
+            raise ValueError(f"sampling_params holds {name[:80]!r}, which is no sampling parameter of this server.")
+        if value is None:
             continue
         try:
             msgspec.convert(value, _sampling_types()[name])
