@@ -2,6 +2,7 @@
 VENV ?= .venv
 PORT ?= 30000
 TP ?= 1
+LANE ?=
 # A name given without its draft serves that model unspeculated; only the default model has a default draft.
 MODEL ?= test/models/tiny-kimi
 DRAFT ?= $(if $(filter test/models/tiny-kimi,$(MODEL)),test/models/tiny-kimi-eagle3)

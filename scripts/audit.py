@@ -1,8 +1,8 @@
 """Checks of what the image installs that need no network: part of `make lint`. Exit code 1 where one fails.
 
 - Each package of docker/lock is pinned to one version and has the hashes of its files; nothing leads to another source.
-- Everything that pyproject.toml (the lane's lock) and docker/lock/tools.in (the tools') ask for is locked, at a version
-  that they allow.
+- Everything that pyproject.toml and lanes/ (the newest lane's lock) and docker/lock/tools.in (the tools') ask for is
+  locked, at a version that they allow.
 - Each locked package that is installed here, in that version, has a known licence that lets the image be passed on.
 
 Known vulnerabilities and withdrawn releases are on the package index only: `make audit`.
@@ -19,6 +19,7 @@ from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[1]
 _HASH = re.compile(r"--hash=sha256:[0-9a-f]{64}")
@@ -125,12 +126,17 @@ def unlicensed(locked: Mapping[str, str]) -> list[str]:
 
 def audit(root: Path) -> tuple[list[str], int]:
     """What is wrong in the checkout at `root`, and how many packages are locked."""
+
+    def wants(name: str) -> list[str]:
+        return [line for _, line in entries((root / name).read_text(encoding="utf-8"))]
+
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
-    (lane,) = (next(iter(Requirement(entry).specifier)).version for entry in project if entry.startswith("sglang=="))
-    tools = [line for _, line in entries((root / "docker/lock/tools.in").read_text(encoding="utf-8"))]
+    # As docker/lock.sh: pyproject.toml admits every lane, and the image has the newest.
+    lane = max((folder.name for folder in (root / "patches").iterdir() if folder.is_dir()), key=Version)
+    stack, tools = wants(f"lanes/{lane}.txt"), wants("docker/lock/tools.in")
     problems: list[str] = []
     packages: dict[str, str] = {}
-    for name, wanted in ((f"docker/lock/{lane}-cu13.txt", project), ("docker/lock/tools.txt", tools)):
+    for name, wanted in ((f"docker/lock/{lane}-cu13.txt", project + stack), ("docker/lock/tools.txt", tools)):
         locked, found = read_lock(name, (root / name).read_text(encoding="utf-8"))
         problems += found + in_step(name, locked, wanted)
         packages |= locked
@@ -143,7 +149,7 @@ def main(arguments: Sequence[str] = ()) -> int:
     for problem in problems:
         print(f"audit: {problem}", file=sys.stderr)
     if not problems:
-        print(f"audit: {count} locked packages: pinned, hashed, in step with pyproject.toml, licences known")
+        print(f"audit: {count} locked packages: pinned, hashed, in step with pyproject.toml and lanes/, licences known")
     return 1 if problems else 0
 
 

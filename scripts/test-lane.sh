@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 lane=${1:-}
 venv=${2:-.venv-$lane}
-known() { ls -d patches/*/ | xargs -n1 basename | sort -V | tr '\n' ' '; }
+known() { for folder in patches/*/; do basename "$folder"; done | sort -V | tr '\n' ' '; }
 
 problem="no lane for sglang $lane"
 [[ -n $lane ]] || problem="no lane is named"

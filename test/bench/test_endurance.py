@@ -182,6 +182,35 @@ def test_half_written_files_are_seen(tmp_path: Path) -> None:
     assert len(scenarios.half_written(tmp_path)) == 2
 
 
+def test_faults_are_told_apart_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of `python -m benchmark.endurance.faults` but the servers and what is done to them."""
+    from benchmark.endurance import faults
+
+    def raising(error: Exception) -> Any:
+        def harm(_: scenarios.Stage) -> dict[str, Any]:
+            raise error
+
+        return harm
+
+    harms = {"fine": lambda _: {"seconds": 1.5}, "lacking": raising(scenarios.NotRun("no libfaketime")),
+             "wrong": raising(scenarios.Unexpected("it hangs"))}  # fmt: skip
+    monkeypatch.setattr(faults, "SCENARIOS", {name: (f"{name} is", harm) for name, harm in harms.items()})
+    monkeypatch.setattr(scenarios.Stage, "server", None)
+    monkeypatch.setattr(faults.signal, "signal", lambda *_: None)
+    for more, code, outcomes in (
+        ([], 1, ["as expected", "not run", "not as expected"]),
+        (["--only", "lacking", "--only", "fine"], 0, ["as expected", "not run"]),
+    ):
+        monkeypatch.setattr("sys.argv", ["faults", "--out", str(tmp_path / "out"), *more])
+        assert faults.main() == code
+        told = json.loads((tmp_path / "out/faults.json").read_text())
+        assert [one["outcome"] for one in told["scenarios"]] == outcomes
+        assert (told["finished"], told["headline"]) == (True, f"1 of {len(outcomes)} scenarios as expected")
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr("sys.argv", ["faults", "--out", str(tmp_path / "file")])
+    assert faults.main() == 2
+
+
 def test_the_report_shows_such_results(tmp_path: Path) -> None:
     data = {"command": ["python", "-m", "benchmark.endurance.run"], "code_state": {"id": "abc"}, "when": "2026-11-30",
             "headline": "9 requests in 3 s, 0 not as they must be", "kinds": [{"kind": "stop", "equal": 9}],

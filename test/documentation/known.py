@@ -34,6 +34,9 @@ _PLAIN = (
     "nvidia-smi",
     "hf",
     "watch",
+    "sudo",
+    "docker/build.sh",
+    "docker/lock.sh",
 )
 # Options of other programs that pages speak of.
 _OF_OTHERS = ("--allowed-local-media-path", "--shm-size", "--ipc", "--ulimit", "--gpus")
@@ -178,7 +181,7 @@ def _stage_problems(stage: Stage, whole: bool) -> Iterator[str]:
         yield from _ours(stage.arguments, whole)
     elif stage.program == "make":
         yield from _make(stage.arguments)
-    elif stage.program == "python":
+    elif stage.program in ("python", "python3"):
         yield from _python(stage.arguments)
     elif stage.program == "curl":
         yield from _curl(stage.arguments)

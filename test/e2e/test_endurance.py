@@ -1,4 +1,6 @@
-"""A small load and a short fuzz, as benchmark/endurance does them at length: all right, nothing lost, nothing held."""
+"""A small load (benchmark.endurance.run) and a short fuzz (benchmark.endurance.fuzz), which go on for longer: all
+right, nothing lost, nothing held.
+"""
 
 from __future__ import annotations
 

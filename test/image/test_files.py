@@ -12,7 +12,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from sglang_patches import launch
+from sglang_patches import launch, series
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"
@@ -47,6 +47,14 @@ def test_every_step_of_the_dockerfile_is_a_script() -> None:
     ]  # fmt: skip
     for script in DOCKER.glob("*.sh"):
         assert script.stat().st_mode & 0o111, script
+
+
+def test_the_image_has_the_newest_lane() -> None:
+    lane = series.releases(ROOT / "patches")[-1]
+    assert re.findall(r"^ARG LANE=(.+)$", (DOCKER / "Dockerfile").read_text(), re.MULTILINE) == [lane]
+    (cuda,) = re.findall(r"^ARG CUDA=(\d+)", (DOCKER / "Dockerfile").read_text(), re.MULTILINE)
+    assert f"\nsglang=={lane} ;" in (DOCKER / f"lock/{lane}-cu{cuda}.txt").read_text()
+    assert f"nvidia-nccl-cu{cuda}==" in (ROOT / f"lanes/{lane}.txt").read_text()
 
 
 def test_no_digest_is_written_anywhere() -> None:

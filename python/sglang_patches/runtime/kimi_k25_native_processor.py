@@ -57,7 +57,8 @@ class CheckpointImages:
         resized = image.convert("RGB").resize((to["new_width"], to["new_height"]), Image.Resampling.BICUBIC)
         pixels = np.pad(np.asarray(resized), ((0, to["pad_height"]), (0, to["pad_width"]), (0, 0)))
         rows, columns = pixels.shape[0] // patch, pixels.shape[1] // patch
-        scaled = (pixels.astype(np.float32) / 255 - np.float32(self.image_mean)) / np.float32(self.image_std)
+        mean, std = (np.asarray(values, dtype=np.float32) for values in (self.image_mean, self.image_std))
+        scaled = (pixels.astype(np.float32) / 255 - mean) / std
         patches = scaled.reshape(rows, patch, columns, patch, 3).transpose(0, 2, 4, 1, 3)
         flat = np.ascontiguousarray(patches).reshape(rows * columns, 3, patch, patch)
         return torch.from_numpy(flat), (1, rows, columns)
