@@ -24,6 +24,10 @@ TIMEOUT_S = 240.0
 _PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions", "generate": "/generate"}
 # A slow reader waits so long before it reads at all and between two reads, through a buffer of so many bytes.
 _SLOW_BEGIN_S, _SLOW_EACH_S, _SLOW_BUFFER = 1.0, 0.02, 4096
+# Statuses that refuse a bad request for what it is: not 408, 429 or 499, say.
+_REFUSED = (400, 404, 413, 422)
+# What reading an answer of another form than the API's raises.
+_ODD_ANSWER = (ValueError, LookupError, TypeError, AttributeError)
 #: Outcomes that are as they must be.
 GOOD = {"equal", "refused", "cancelled"}
 
@@ -84,15 +88,14 @@ class Client:
             seen["text"] += text
 
         row: dict[str, Any] = {**one.told(), "sent": round(started - begun, 3)}
+        row |= {"stop": stop} if one.kind == "stop" else {}
         try:
             row |= await asyncio.wait_for(self._judge(one, stop, wanted, seen, arrived), TIMEOUT_S)
-        except (TimeoutError, httpx.TransportError, openai.APIConnectionError) as error:
-            row |= {"outcome": "lost", "error": f"{type(error).__name__}: {error}"}
         except openai.APIStatusError as error:
             row |= _refusal(one, error.status_code, error.response.text)
         except _Status as error:
             row |= _refusal(one, error.status, error.text)
-        except (openai.APIError, ValueError, KeyError) as error:
+        except (TimeoutError, httpx.HTTPError, httpx.StreamError, openai.APIError, *_ODD_ANSWER) as error:
             row |= {"outcome": "lost", "error": f"{type(error).__name__}: {error}"[:400]}
         row["latency"] = round(time.monotonic() - started, 3)
         if "first" in seen:
@@ -206,7 +209,7 @@ def _compared(outcome: str, text: str, wanted: str) -> dict[str, Any]:
 def _refusal(one: Planned, status: int, text: str) -> dict[str, Any]:
     if one.kind == "bad" and status == 200:
         return {"outcome": "accepted", "status": status, "error": text[:300]}
-    if one.kind == "bad" and 400 <= status < 500:
+    if one.kind == "bad" and status in _REFUSED:
         return {"outcome": "refused", "status": status}
     return {"outcome": "status", "status": status, "error": text[:300]}
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 from benchmark.endurance.scenarios import SCENARIOS, NotRun, Stage, Unexpected
 from benchmark.endurance.servers import write
@@ -37,7 +38,7 @@ def row(stage: Stage, name: str) -> dict[str, Any]:
         facts, outcome, detail = harm(stage), "as expected", ""
     except NotRun as error:
         facts, outcome, detail = {}, "not run", str(error)
-    except (Unexpected, PatchError, httpx.HTTPError, OSError, TimeoutError) as error:
+    except (Unexpected, PatchError, httpx.HTTPError, OSError, TimeoutError, psutil.Error) as error:
         facts, outcome, detail = {}, "not as expected", f"{type(error).__name__}: {error}"[:2000]
         stage.stop()
     return {"scenario": name, "expected": expected, "outcome": outcome, "detail": detail,

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import sys
 import time
 from collections import Counter
@@ -36,6 +37,27 @@ _KEPT = 600
 # The one of them that is right: not implemented, and said so.
 NOT_IMPLEMENTED = 501
 PROBES = ("It was a dark and stormy night; the rain", "The captain looked at the", "Of these causes and")
+
+
+# The connection, and an answer that ends before its end or is garbled.
+_BROKEN = (requests.ConnectionError, requests.exceptions.ChunkedEncodingError,
+           requests.exceptions.ContentDecodingError)  # fmt: skip
+
+
+def server_error(text: str) -> str:
+    """The first event of a stream that tells of a server's error; empty where there is none.
+
+    A stream that has begun has its status, 200, so its error is in it, with a code: that of an HTTP status.
+    """
+    for line in text.splitlines():
+        if not (line.startswith("data: {") and '"error"' in line):
+            continue
+        with contextlib.suppress(ValueError):
+            error = json.loads(line.removeprefix("data: ")).get("error")
+            code = error.get("code") if isinstance(error, dict) else None
+            if isinstance(code, int) and code >= 500 and code != NOT_IMPLEMENTED:
+                return line
+    return ""
 
 
 class Fuzzer:
@@ -73,7 +95,8 @@ class Fuzzer:
         try:
             fuzz_cases.draw(operation, examples, self.seed, send)
         finally:
-            row = {"operation": label, "sent": statuses.total(), "seconds": round(time.monotonic() - begun, 1)}
+            sent = statuses.total() - statuses["unsent"]
+            row = {"operation": label, "sent": sent, "seconds": round(time.monotonic() - begun, 1)}
             self.operations.append({**row, "statuses": dict(sorted(statuses.items()))})
         return self.operations[-1]
 
@@ -81,11 +104,10 @@ class Fuzzer:
         """Status, or ``hangs``, ``broken`` (the connection), ``dead``, ``unsent`` (no HTTP request can carry it)."""
         request = case.as_transport_kwargs(base_url=self.url)
         try:
-            with self.session.request(**request, timeout=TIMEOUT_S, allow_redirects=False) as response:
-                status, text = response.status_code, response.text
+            status, text = self._answer(request)
         except requests.Timeout:
             return self._failed(label, request, "hangs", f"no answer in {TIMEOUT_S:.0f} s")
-        except requests.ConnectionError as error:
+        except _BROKEN as error:
             with contextlib.suppress(httpx.HTTPError):
                 httpx.get(f"{self.url}/model_info", timeout=30)
                 return self._failed(label, request, "broken", str(error))
@@ -94,7 +116,19 @@ class Fuzzer:
             return "unsent"
         if status >= 500 and status != NOT_IMPLEMENTED:
             return self._failed(label, request, str(status), text)
+        if status < 400 and (told := server_error(text)):
+            return self._failed(label, request, "5xx in a stream", told)
         return str(status)
+
+    def _answer(self, request: dict[str, Any]) -> tuple[int, str]:
+        """Status and text, all of which must be there in time: `requests` limits only the wait for each piece."""
+        deadline, body = time.monotonic() + TIMEOUT_S, b""
+        with self.session.request(**request, timeout=TIMEOUT_S, allow_redirects=False, stream=True) as response:
+            for piece in response.iter_content(1 << 16):
+                body += piece
+                if time.monotonic() > deadline:
+                    raise requests.Timeout
+            return response.status_code, body.decode("utf-8", "replace")
 
     def _failed(self, label: str, request: dict[str, Any], what: str, told: str) -> str:
         kept = {name: request[name] for name in ("method", "url", "params", "headers", "json", "data", "files")

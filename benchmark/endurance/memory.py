@@ -19,6 +19,8 @@ import numpy as np
 import numpy.typing as npt
 import psutil
 
+from sglang_patches.errors import PatchError
+
 #: Bytes per 1,000 requests: 32 KiB a request, about what one of the bundled model's answers takes as JSON log
 #: probabilities, and a hundredth of the tree.
 LIMIT = 32 << 20
@@ -61,11 +63,13 @@ def growth(done: npt.ArrayLike, size: npt.ArrayLike, limit: float = LIMIT, seed:
 def size(tree: Sequence[psutil.Process]) -> dict[str, Any]:
     """RSS and USS of all processes together, in bytes, and how many there are; those that end meanwhile do not count.
 
+    Raises psutil.AccessDenied for a process whose memory may not be read: without it, the sum would be flat.
+
     RSS counts a shared page once a process, USS only pages that are one process' own, which ``by`` has by title.
     """
     total: dict[str, Any] = {"rss": 0, "uss": 0, "processes": 0, "by": {}}
     for process in tree:
-        with contextlib.suppress(psutil.Error):
+        with contextlib.suppress(psutil.NoSuchProcess):
             memory, title = process.memory_full_info(), _title(process.cmdline())
             total["rss"] += memory.rss
             total["uss"] += memory.uss
@@ -83,7 +87,10 @@ def _title(command: Sequence[str]) -> str:
 
 
 class Watch(AbstractContextManager["Watch"]):
-    """Samples a process tree every `seconds` in a thread; rows are in `samples` and given to `kept`."""
+    """Samples a process tree every `seconds` in a thread; rows are in `samples` and given to `kept`.
+
+    What ends the sampling early is raised on leaving: the samples until then are no verdict on what came after.
+    """
 
     def __init__(
         self,
@@ -95,6 +102,7 @@ class Watch(AbstractContextManager["Watch"]):
         self._tree, self._done, self._kept, self._seconds = tree, done, kept, seconds
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="memory", daemon=True)
+        self._failure: Exception | None = None
         self.samples: list[dict[str, Any]] = []
 
     def __enter__(self) -> Watch:
@@ -105,8 +113,16 @@ class Watch(AbstractContextManager["Watch"]):
     def __exit__(self, *failure: Any) -> None:
         self._ended.set()
         self._thread.join()
+        if self._failure is not None and failure[0] is None:
+            raise PatchError(f"memory was watched for {len(self.samples)} samples only") from self._failure
 
     def _watch(self) -> None:
+        try:
+            self._sample()
+        except Exception as error:  # told by the thread that waits
+            self._failure = error
+
+    def _sample(self) -> None:
         while True:
             row = {"s": round(time.monotonic() - self._begun, 1), "done": self._done(), **size(self._tree())}
             self.samples.append(row)

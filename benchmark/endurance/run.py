@@ -7,7 +7,8 @@
    strings, clients that hang up, bad inputs, slow readers (see plan.py for the shares).
 3. Every answer must be the reference's text (up to the stop string; of a cancelled stream, the beginning of it), every
    bad input must get a 4xx; nothing may be lost and nothing may be a 5xx. Memory of the whole process tree is sampled;
-   afterwards no request may be running, the KV pool must be as empty as before, and no process may be gone or a zombie.
+   afterwards no request may be running, the KV pool must be as empty as before, no process may be gone or a zombie, and
+   more than one token a verify pass must have been accepted.
 
 Memory is flat if the 95% interval of its growth, after the first fifth of the requests, ends below 32 MiB per 1,000
 requests, of RSS and of USS (memory.py).
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import signal
 import sys
@@ -98,6 +100,12 @@ def emptied(url: str, seconds: float = IDLE_S) -> dict[str, Any]:
     return {**pool(url), "flushed": flushed}
 
 
+def accept_length(url: str) -> float | None:
+    """Tokens a verify pass since the start of a server; None before the first pass, as where nothing is speculated."""
+    told = httpx.get(f"{url}/server_info", timeout=60).raise_for_status().json()["sglang_patches"]
+    return told["accepted_tokens"] / told["verify_passes"] if told.get("verify_passes") else None
+
+
 def told_of(planned: Sequence[plan.Planned], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Counts of what came of the requests, and those that are not as they must be."""
     by_kind: dict[str, Counter[str]] = {}
@@ -113,6 +121,7 @@ def told_of(planned: Sequence[plan.Planned], rows: Sequence[Mapping[str, Any]]) 
         "unanswered": [one.index for one in planned if one.index not in seen],
         "server_errors": sum(row.get("status", 0) >= 500 for row in rows),
         "failures": bad,
+        "unstopped": [dict(row) for row in rows if row["kind"] == "stop" and not row.get("stop", "x")],
     }
 
 
@@ -125,7 +134,11 @@ def verdicts(told: Mapping[str, Any]) -> list[str]:
     found += [f"{len(told['unanswered'])} requests were not sent"] if told["unanswered"] else []
     before, after = told["pool_before"], told["pool_after"]
     found += [] if after["flushed"] else ["the prefix cache could not be emptied: a request is still held"]
-    found += [f"{name} is {after[name]}, was {before[name]}" for name in before if after[name] != before[name]]
+    found += [f"{name} is {after.get(name)}, was {before[name]}" for name in before if after.get(name) != before[name]]
+    if "accept_length" in told and not (told["accept_length"] or 0) > 1:
+        found.append(f"the accept length is {told['accept_length']}: nothing was speculated")
+    if unstopped := [row["index"] for row in told.get("unstopped", [])]:
+        found.append(f"requests {unstopped[:5]} had no stop string: their references are empty")
     for row in told.get("memory", []):
         if row["verdict"] != "flat":
             found.append(f"{row['of']} {row['verdict']}: {row['slope'] / 2**20:.1f} MiB per 1,000 requests")
@@ -225,16 +238,13 @@ class Run:
                 self.sizes = watch.samples
                 self.told["memory"] = memory_rows(watch.samples, len(self.planned))
                 self.told["troubles"] = server.troubles()
-                alive = server.process.poll() is None
-                self.told["pool_after"] = emptied(server.url) if alive else {"flushed": False}
-                self.told["accept_length"] = self._accept_length(server.url) if alive else None
+                self.told |= {"pool_after": {"flushed": False}, "accept_length": None}
                 self.told["load_average_after"] = psutil.getloadavg()
+                # A server that is gone or does not answer has not emptied anything, and the result says so.
+                with contextlib.suppress(httpx.HTTPError):
+                    self.told["pool_after"] = emptied(server.url)
+                    self.told["accept_length"] = accept_length(server.url)
         self.told["troubles"] += [f"left behind: {what}" for what in server.left]
-
-    def _accept_length(self, url: str) -> float | None:
-        """Since the start of the server; a run that did not speculate shows here."""
-        load = httpx.get(f"{url}/v1/loads", timeout=60).json()["loads"][0]
-        return (load.get("speculative") or {}).get("accept_length")
 
     def write(self) -> list[str]:
         """Write the result of what was done; what is not as it must be."""

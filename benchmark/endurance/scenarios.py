@@ -66,8 +66,8 @@ class Stage:
         assert self.running is not None
         return self.running
 
-    def start(self, **options: Any) -> Tiny:
-        """Start a server on this stage's port and check it."""
+    def start(self, fills: bool = True, **options: Any) -> Tiny:
+        """Start a server on this stage's port and check it, and that it `fills` the cache folder."""
         assert self.running is None
         self.starts += 1
         self.say(f"start {self.starts} of the server")
@@ -80,6 +80,8 @@ class Stage:
         half = half_written(self.cache)
         if half:
             raise Unexpected(f"half-written in the cache after a start: {half[:3]}")
+        if fills and not any(self.cache.rglob("*.py")):
+            raise Unexpected(f"{self.cache} has no patched module after a start")
         return server
 
     def stop(self) -> None:
@@ -98,11 +100,14 @@ class Stage:
             raise Unexpected(f"answers {answers}, wanted {self.right}")
 
     def under_way(self) -> tuple[ThreadPoolExecutor, list[Any]]:
-        """Requests that run now, in threads; returns once the scheduler has them."""
+        """Requests that run now, in threads; returns once the scheduler has them. Raises Unexpected if it gets none."""
         pool = ThreadPoolExecutor(len(PROMPTS))
         asked = [pool.submit(self.server.ask, prompt, LONG, 300) for prompt in PROMPTS]
         deadline = time.monotonic() + 60
-        while time.monotonic() < deadline and not self.server.get("/v1/loads")["loads"][0]["num_running_reqs"]:
+        while not self.server.get("/v1/loads")["loads"][0]["num_running_reqs"]:
+            if time.monotonic() > deadline:
+                pool.shutdown()
+                raise Unexpected("no request was seen to run: nothing would be shown")
             time.sleep(0.02)
         return pool, asked
 
@@ -142,6 +147,8 @@ def _gone(stage: Stage, pool: ThreadPoolExecutor, asked: list[Any], reason: str)
     named = [line for line in text.splitlines() if reason in line]
     if not named:
         raise Unexpected(f"the log does not name {reason!r}: {text[-600:]}")
+    if set(outcomes) == {"answered"}:
+        raise Unexpected("no request was under way when the process was killed: nothing was shown")
     if half := half_written(stage.cache):
         raise Unexpected(f"half-written in the cache: {half[:3]}")
     return {"seconds_until_gone": seconds, "status": server.process.returncode, "log": named[0][:200],
@@ -252,7 +259,7 @@ def disk_full(stage: Stage) -> dict[str, Any]:
         log = logs / "server.log"
         usual, stage.cache = stage.cache, cache / "cache"
         try:
-            server = stage.start(log=log)
+            server = stage.start(fills=False, log=log)
             text = log.read_text(errors="replace")
             said = [line for line in text.splitlines() if "cannot use the cache folder" in line]
             if not said:
@@ -286,6 +293,8 @@ def clock_jump(stage: Stage) -> dict[str, Any]:
     for jump in ("+86400", "-86400"):
         pool, asked = stage.under_way()
         offset.write_text(f"{jump}\n")
+        if all(one.done() for one in asked):
+            raise Unexpected(f"clock {jump} s: no request was under way: nothing was shown")
         answers = [one.result(timeout=300) for one in asked]
         pool.shutdown()
         if answers != stage.right:

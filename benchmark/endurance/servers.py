@@ -54,11 +54,12 @@ class Tiny(AbstractContextManager["Tiny"]):
         self.environ = {**os.environ, "TMPDIR": str(self.tmp), "PYTHONUNBUFFERED": "1", **(environ or {})}
         self.ready_s = float("nan")
         self.seen: dict[int, psutil.Process] = {}
+        self.parts: dict[int, str] = {}
         self.left: list[str] = []
 
     def __enter__(self) -> Tiny:
         self.shm = set(os.listdir("/dev/shm"))
-        with self.log.open("ab") as out:
+        with self.log.open("wb") as out:  # what an earlier server wrote there must not be read as this one's
             self.process = subprocess.Popen(
                 self.command, cwd=REPO, env=self.environ, stdin=subprocess.DEVNULL, stdout=out,
                 stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=end_with_us,
@@ -87,7 +88,7 @@ class Tiny(AbstractContextManager["Tiny"]):
             with contextlib.suppress(httpx.HTTPError):
                 if httpx.get(f"{self.url}/ready", timeout=5).status_code == 200:
                     self.ready_s = time.monotonic() - self.started
-                    self.tree()
+                    self.parts = {process.pid: title for process in self.tree() if (title := _title(process))}
                     return
             time.sleep(0.5)
         raise PatchError(f"the server is not ready after {seconds:.0f} s\n{shown(self.log)}")
@@ -123,7 +124,10 @@ class Tiny(AbstractContextManager["Tiny"]):
     def troubles(self) -> list[str]:
         """What is wrong with its processes: ended ones, zombies."""
         found = [] if self.process.poll() is None else [f"the server ended with {self.process.returncode}"]
-        for process in self.tree():
+        tree = self.tree()
+        gone = self.parts.keys() - {process.pid for process in tree}
+        found += [f"process {pid} ({self.parts[pid]}) is gone" for pid in sorted(gone)]
+        for process in tree:
             with contextlib.suppress(psutil.NoSuchProcess):
                 if process.status() == psutil.STATUS_ZOMBIE:
                     found.append(f"process {process.pid} ({process.name()}) is a zombie")
@@ -149,6 +153,12 @@ class Tiny(AbstractContextManager["Tiny"]):
         left = [f"process {process.pid} {_name(process)}" for process in processes.alive(self.seen.values())]
         left += [f"/dev/shm/{name}" for name in sorted(set(os.listdir("/dev/shm")) - self.shm)]
         return left + [f"{path}" for path in sorted(self.tmp.rglob("*")) if not path.is_dir()]
+
+
+def _title(process: psutil.Process) -> str:
+    """The title of a part of the server; empty for helpers, which may come and go."""
+    name = _name(process)
+    return name.strip() if name.startswith("sglang::") else ""
 
 
 def _name(process: psutil.Process) -> str:

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
+import signal
+import socket
+import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import psutil
 import pytest
-from benchmark.endurance import fuzz_cases, memory, plan, run, scenarios
+import requests
+from benchmark.endurance import fuzz, fuzz_cases, memory, plan, run, scenarios, servers
 from benchmark.endurance.client import Client
 
 from sglang_patches.bench.report import page
+from sglang_patches.errors import PatchError
 
 MIB = 1 << 20
 
@@ -60,6 +67,77 @@ def test_the_size_of_a_tree_is_that_of_its_processes() -> None:
     assert found["processes"] == 2
     assert sum(found["by"].values()) == found["uss"] > 10 * MIB
     assert found["rss"] >= found["uss"]
+
+
+def test_memory_that_cannot_be_read_is_told() -> None:
+    """Of a sum without it, a leak would be flat."""
+
+    class Another(psutil.Process):
+        def memory_full_info(self) -> Any:
+            raise psutil.AccessDenied(self.pid)
+
+    with pytest.raises(PatchError, match="0 samples"), memory.Watch(lambda: [Another()], lambda: 0) as watch:
+        watch._thread.join(10)
+
+
+def test_a_part_of_the_server_that_went_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = servers.Tiny(tmp_path / "log")
+    server.parts = {1: "sglang::detokenizer"}
+    monkeypatch.setattr(server, "tree", list)
+    monkeypatch.setattr(server, "process", SimpleNamespace(poll=lambda: None), raising=False)
+    assert server.troubles() == ["process 1 (sglang::detokenizer) is gone"]
+    server.tmp.rmdir()
+
+
+@contextmanager
+def answering_raw(answer: bytes) -> Iterator[str]:
+    """A server that writes these bytes to whoever asks, and hangs up."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            with suppress(OSError):
+                while True:
+                    connection, _ = listening.accept()
+                    with connection:
+                        connection.recv(1 << 16)
+                        connection.sendall(answer)
+
+        threading.Thread(target=serve, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        finally:
+            with suppress(OSError):
+                listening.shutdown(socket.SHUT_RDWR)
+
+
+def chunked(piece: bytes, end: bytes = b"\r\n0\r\n\r\n") -> bytes:
+    """An answer of one chunk."""
+    head = b"HTTP/1.1 200 OK\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+    return head + b"%x\r\n" % len(piece) + piece + end
+
+
+EVENT = b'data: {"error": {"message": "x", "code": %d}}\n\n'
+FUZZED: dict[str, tuple[bytes, str, int]] = {
+    "whole": (chunked(b"{}"), "200", 0),
+    "broken off": (chunked(b"{}", end=b""), "broken", 1),
+    "no answer": (b"", "broken", 1),
+    "a server error in a stream": (chunked(EVENT % 500), "5xx in a stream", 1),
+    "a refusal in a stream": (chunked(EVENT % 400), "200", 0),
+    "a server error": (b"HTTP/1.1 500 X\r\nConnection: close\r\nContent-Length: 0\r\n\r\n", "500", 1),
+}
+
+
+@pytest.mark.parametrize("case", FUZZED)
+def test_answers_to_a_fuzz_are_judged(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer, status, failures = FUZZED[case]
+    monkeypatch.setattr(fuzz.httpx, "get", lambda *_, **__: None)  # it lives
+    fuzzer = object.__new__(fuzz.Fuzzer)
+    fuzzer.session, fuzzer.failures = requests.Session(), []
+    fuzzer.session.trust_env = False
+    with answering_raw(answer) as fuzzer.url:
+        asked = SimpleNamespace(as_transport_kwargs=lambda base_url: {"method": "GET", "url": base_url})
+        assert fuzzer._send("GET /", asked) == status
+    assert len(fuzzer.failures) == failures
 
 
 def test_a_plan_is_the_same_again_and_has_every_kind() -> None:
@@ -120,6 +198,8 @@ JUDGED: dict[str, tuple[str, dict[str, Any], int, str, str]] = {
     "cancelled after a wrong beginning": ("cancel", {"stream": True}, 200, stream("tho", "the sea"), "wrong"),
     "bad and refused": ("bad", {"body": {"input_ids": [-1]}}, 400, "no", "refused"),
     "bad and served": ("bad", {"body": {"input_ids": [-1]}}, 200, WHOLE, "accepted"),
+    "bad and turned away": ("bad", {"body": {"input_ids": [-1]}}, 429, "busy", "status"),
+    "an answer of another form": ("whole", {"endpoint": "completions"}, 200, json.dumps({"choices": []}), "lost"),
     "bad and a server error": ("bad", {"body": "{"}, 500, "broken", "status"),
 }
 
@@ -157,6 +237,14 @@ def test_what_is_not_as_it_must_be_is_said() -> None:
                  "a zombie"):  # fmt: skip
         assert what in said
     assert told["server_errors"] == 1
+    assert "speculated" not in said
+    # A server that died has neither a pool nor an accept length to tell, and that is no reason to tell nothing.
+    said = "\n".join(run.verdicts({**told, "pool_after": {"flushed": False}, "accept_length": None}))
+    for what in ("num_running_reqs is None", "nothing was speculated"):
+        assert what in said
+    assert "speculated" not in "\n".join(run.verdicts({**told, "accept_length": 2.1}))
+    unstopped = run.told_of(planned, [{**planned[0].told(), "kind": "stop", "stop": "", "outcome": "equal"}])
+    assert "had no stop string" in "\n".join(run.verdicts({**told, **unstopped}))
 
 
 def test_a_fuzzed_body_asks_for_little_and_for_the_served_model() -> None:
@@ -172,6 +260,25 @@ def test_a_fuzzed_body_asks_for_little_and_for_the_served_model() -> None:
     refused = {"max_tokens": 10**9}
     assert fuzz_cases.within_reach("/no/base", refused, "m") == refused
     assert fuzz_cases.within_reach("/generate", [1], "m") == [1]
+
+
+@pytest.mark.parametrize(
+    "module", ["benchmark.endurance.run", "benchmark.endurance.fuzz", "benchmark.endurance.faults"]
+)
+def test_commands_want_a_folder(
+    module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", [module])
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(module).main()
+    assert ended.value.code == 2
+    assert "--out" in capsys.readouterr().err
+    if module == "benchmark.endurance.run":  # the others start a server first
+        monkeypatch.setattr(sys, "argv", [module, "--out", str(file)])
+        assert run.main() == 2
 
 
 def test_half_written_files_are_seen(tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ from .server import REPO, Server
 
 # What the pages call the server and its model.
 ADDRESS = re.compile(r"(?:http://)?(?:127\.0\.0\.1|localhost):30000")
+# Programs that ask nothing and print nothing.
+QUIET = ("", ":", ".")
 ASKING = [
     command
     for page in commands.pages()
@@ -34,6 +36,8 @@ def test_there_are_some() -> None:
 def test_command(command: Command, spec_server: Server, tmp_path: Path) -> None:
     environment = {**os.environ, "PATH": f"{Path(sys.prefix) / 'bin'}:{os.environ['PATH']}"}
     text = ADDRESS.sub(spec_server.url, command.text).replace(". .venv/bin/activate", ":")
+    if not all(stage.program in QUIET for stage in command.stages):
+        assert spec_server.url in text, f"{command.where} names no server: add --url http://127.0.0.1:30000"
     if shutil.which("jq") is None:  # then what the server answers is looked at, and the filter is not
         text = re.sub(r"\| jq '.*'", "| python -m json.tool", text)
     text = re.sub(r"> (\w[\w.]*)", rf"> {tmp_path}/\1", text).replace("--out ", f"--out {tmp_path}/")
@@ -41,7 +45,7 @@ def test_command(command: Command, spec_server: Server, tmp_path: Path) -> None:
         ["bash", "-euo", "pipefail", "-c", text], cwd=REPO, env=environment, text=True, capture_output=True, timeout=120
     )
     assert done.returncode == 0, f"{command.where}: {done.stdout}{done.stderr}"
-    if all(stage.program in ("", ":", ".") for stage in command.stages):
+    if all(stage.program in QUIET for stage in command.stages):
         return
     assert done.stdout.strip() not in ("", "null"), f"{command.where} prints nothing: {done.stderr}"
     if done.stdout.startswith("{"):
