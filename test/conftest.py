@@ -38,5 +38,6 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip the tests that do not hold for the installed lane."""
     for item in items:
-        if why := lane_table.why_not(item.path, getattr(item, "originalname", item.name)):
+        whole = getattr(item, "originalname", item.name)
+        if why := lane_table.why_not(item.path, whole) or lane_table.why_not(item.path, item.name):
             item.add_marker(pytest.mark.skip(reason=f"lane {lane_table.release()}: {why}"))

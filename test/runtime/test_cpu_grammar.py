@@ -58,6 +58,14 @@ def test_a_row_without_any_token_can_still_be_sampled_from() -> None:
     assert tokens.shape == (2, 1)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="memory can be pinned")
+@pytest.mark.parametrize(("vocab", "words"), [(9, 1), (64, 2), (65, 3)])
+def test_a_mask_made_without_a_driver_allows_every_token(vocab: int, words: int) -> None:
+    mask = cpu_grammar.unpinned_mask(vocab, 2)
+    assert mask is not None
+    assert torch.equal(mask, torch.full((2, words), -1, dtype=torch.int32))
+
+
 @pytest.fixture(scope="module")
 def backend_class() -> Any:
     from sglang.srt.constrained.xgrammar_backend import XGrammarGrammarBackend

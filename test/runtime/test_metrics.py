@@ -17,6 +17,7 @@ from sglang.srt.managers.scheduler_components.batch_result_processor import Sche
 from sglang.srt.observability.metrics_collector import SchedulerMetricsCollector
 from sglang.srt.speculative import eagle_worker_v2
 
+from sglang_patches import lane
 from sglang_patches.observe.scrape import Scrape, parse
 from sglang_patches.runtime import _metrics, oea_topk, provenance
 from sglang_patches.runtime.eagle_verify_cuda_graph import counting, phase_times
@@ -134,6 +135,7 @@ def test_accepted_drafts_are_counted_by_position(monkeypatch: pytest.MonkeyPatch
         block_accept_lens=None,
         cap_lens=None,
         speculative_output_stride=4,
+        speculative_num_draft_tokens=4,  # the same, by its name in 0.5.17
     )
     finished = SimpleNamespace(is_retracted=True)
     nothing = SimpleNamespace(
@@ -264,16 +266,18 @@ def test_every_way_of_upstreams_all_reduce_is_noted(monkeypatch: pytest.MonkeyPa
         ("pynccl", "pynccl_comm"),
     ):
         kind._all_reduce_out_place(group(**{name: Comm()}), tensor, method)
-    kind._all_reduce_out_place(group(pcie_ipc_comm=Comm(), pynccl_comm=Comm()), tensor, "pcie_ipc")
+    has_pcie_ipc = lane.here().has_pcie_ipc
+    if has_pcie_ipc:
+        kind._all_reduce_out_place(group(pcie_ipc_comm=Comm(), pynccl_comm=Comm()), tensor, "pcie_ipc")
     kind._all_reduce_in_place(group(pynccl_comm=Comm()), tensor)
     kind._all_reduce_in_place(group(torch_symm_mem_comm=Comm()), tensor)
     kind._all_reduce_in_place(group(), tensor)
     monkeypatch.setattr(parallel_state, "is_shm_available", lambda *_: False)
     kind.all_reduce(group(), tensor)
-    assert len(summed) == 10
+    assert len(summed) == 9 + has_pcie_ipc
     decode_step()
     assert values(_metrics.ALLREDUCE.name, "path") == {
-        **dict.fromkeys(("ca", "qr", "pymscclpp", "pcie_ipc"), 1.0),
+        **dict.fromkeys(("ca", "qr", "pymscclpp", *(["pcie_ipc"] * has_pcie_ipc)), 1.0),
         **dict.fromkeys(("torch_symm_mem", "pynccl", "torch"), 2.0),
     }
     assert set(values(_metrics.ALLREDUCE.name, "up_to_bytes")) == {"2048"}

@@ -6,6 +6,7 @@ scheduler, so a test can tell "refused" from "would be served" without starting 
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,10 +37,16 @@ def unscheduled_app(model: Path = MODEL) -> Iterator[Any]:
     manager, templates = init_tokenizer_manager(server_args, PortArgs.init_new(server_args))
     manager.max_req_input_len = 2048
 
-    async def reached(*_: Any, **__: Any) -> None:
+    def reached(*_: Any, **__: Any) -> None:
         raise HTTPException(REACHED, "would be served")
 
-    manager._send_one_request = manager._send_batch_request = reached
+    async def reached_later(*_: Any, **__: Any) -> None:
+        reached()
+
+    # Not a coroutine in every lane: one that nobody awaits would let the request wait for ever.
+    for name in ("_send_one_request", "_send_batch_request"):
+        awaited = inspect.iscoroutinefunction(getattr(manager, name))
+        setattr(manager, name, reached_later if awaited else reached)
     app = http_server.app
     app.is_single_tokenizer_mode = True
     app.server_args = server_args

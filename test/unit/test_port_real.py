@@ -36,7 +36,7 @@ def test_the_committed_matrix_is_what_the_command_makes(column: tuple[Carrier, l
         for line in DOCUMENT.read_text(encoding="utf-8").splitlines()
         if line.startswith("|")
     ]
-    head = next(row for row in rows if row[0] == "patch")
+    head = next(row for row in rows if row[0] == "patch" and NEIGHBOUR in row)
     at = head.index(NEIGHBOUR)
     committed = {row[0]: row[at] for row in rows if len(row) == len(head)}
     made = matrix.markdown(RELEASE, {NEIGHBOUR: column[1]}).splitlines()

@@ -12,7 +12,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 import torch
-from xgrammar import apply_token_bitmask_inplace
+from xgrammar import apply_token_bitmask_inplace, bitmask_dtype, get_bitmask_shape
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
@@ -35,6 +35,16 @@ def apply_mask(logits: torch.Tensor, vocab_mask: torch.Tensor) -> None:
     dead = logits.amax(-1) == float("-inf")
     if dead.any():
         logits[dead] = 0.0
+
+
+def unpinned_mask(vocab_size: int, batch_size: int) -> torch.Tensor | None:
+    """A mask that allows every token, int32 ``[batch_size, ceil(vocab_size / 32)]``; None where memory can be pinned.
+
+    For upstream 0.5.17, which pins the memory of each mask and without a driver raises, in the scheduler.
+    """
+    if torch.cuda.is_available():
+        return None
+    return torch.full(get_bitmask_shape(batch_size, vocab_size), -1, dtype=bitmask_dtype)
 
 
 def refusal(error: ValueError) -> FINISH_ABORT:
