@@ -59,7 +59,6 @@ NOT_HERE: Mapping[str, Mapping[str, str]] = {
         f"{_HTTP}test_good_requests_reach_the_scheduler[anthropic]": "upstream tells the test's stop as a 500 there",
         "runtime/test_flashinfer_mla_gather_cast.py::test_outputs_equal_upstreams_bit_for_bit": _MADE,
         "runtime/test_flashinfer_mla_gather_cast.py::test_flashinfers_wrapper_has_what_is_asked_of_it": _DRIVER,
-        "runtime/test_mla_verify_split_kv.py::test_upstreams_backend_verifies_with_the_split_kernels": _MADE,
         f"{_GUARD}test_only_the_expected_communicator_is_made_for_graphs_and_followed": _NO_HOOKS,
         f"{_GUARD}test_a_graph_whose_capture_could_not_be_followed_counts_as_having_calls": _NO_HOOKS,
         f"{_GUARD}test_a_replay_that_cannot_be_ordered_waits_on_the_host": _NO_HOOKS,
