@@ -113,6 +113,12 @@ def test_positions_that_are_not_known_are_not_planned() -> None:
         plan.make(costs_of({PLAIN: 2, 7: 3.1}), rates(0.9), [1], 1000, 0.0)
 
 
+def test_a_cell_that_was_not_measured_is_named() -> None:
+    times = Costs({(PLAIN, 1, 9): cell(2.0), (3, 1, 9): cell(4.0), (3, 8, 9): cell(4.0)})
+    with pytest.raises(PatchError, match=r"not measured at batch 8, context 9"):
+        plan.make(times, rates(0.9, 0.8, 0.7), [5], 9, 0.0)
+
+
 def test_one_setting_for_all_loses_least() -> None:
     cells = {
         (PLAIN, 1, 9): 2.0, (1, 1, 9): 3.0, (3, 1, 9): 3.2,  # gains 1.2 and 1.594
@@ -134,9 +140,16 @@ def measured(draw: st.DrawFn) -> Costs:
     )
 
 
-@given(measured(), st.lists(st.floats(0, 1), min_size=3, max_size=3), st.floats(0, 0.1))
+@given(
+    measured(),
+    st.lists(st.floats(0, 1), min_size=3, max_size=3),
+    st.floats(0, 0.1),
+    st.sampled_from([None, [1, 2, 4, 8, 16]]),
+)
 @settings(max_examples=60, deadline=None)
-def test_upstream_takes_the_plans_steps_at_every_batch_size(times: Costs, drawn: list[float], margin: float) -> None:
+def test_upstream_takes_the_plans_steps_at_every_batch_size(
+    times: Costs, drawn: list[float], margin: float, captured: list[int] | None
+) -> None:
     """Upstream's own policy, reading the file that is written."""
     from sglang.srt.speculative.adaptive_spec_params import AdaptiveSpeculativeParams
 
@@ -149,7 +162,8 @@ def test_upstream_takes_the_plans_steps_at_every_batch_size(times: Costs, drawn:
         json.dump(made.adaptive_config("a test"), file)
         file.flush()
         policy = AdaptiveSpeculativeParams(initial_steps=3, cfg_path=file.name)
-    policy.set_cuda_graph_bs(times.batch_sizes)
+    # As it is without --cuda-graph-bs-decode, and with a list that has the plan's sizes.
+    policy.set_cuda_graph_bs(captured)
     for choice in made.choices:
         # The steps stay, whatever is accepted.
         for _ in range(40):

@@ -2,8 +2,9 @@
 
 With a chain of ``k`` draft steps (topk 1) a cycle gives ``1 + a_1 + ... + a_k`` tokens, where ``a_i`` is the share of
 cycles in which the draft's first ``i`` tokens were all accepted: the *acceptance rate by position*, which falls with
-``i``. Verification is lossless, so the draft's later tokens do not change whether earlier ones are accepted, and rates
-measured with a long chain hold for a shorter one.
+``i``. For another number of steps than the rates were measured with this is an approximation: verification keeps the
+text, but other chains begin their cycles at other places of it, and where text is easy and hard by turns (easy, easy,
+hard, ...) a long chain sees the first position more, or less, often accepted than a short one.
 """
 
 from __future__ import annotations

@@ -171,6 +171,9 @@ def _print_use(console: Console, made: plan.Plan, file: Path) -> None:
         f"--speculative-num-draft-tokens {first + 1} --speculative-adaptive --speculative-adaptive-config "
         f"{escape(shlex.quote(str(file)))}"
     )
+    console.print(
+        "            the log then says 'Switch adaptive runtime state'; where upstream cannot do it, it warns at start"
+    )
     gain = worst.gain[worst.adaptive]
     if gain < 1 - made.margin:
         doing = f"{worst.adaptive} draft steps are" if worst.adaptive else "drafting nothing is"

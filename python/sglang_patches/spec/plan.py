@@ -78,7 +78,8 @@ class Plan:
     def adaptive_config(self, made_by: str) -> dict[str, Any]:
         """For upstream's ``--speculative-adaptive-config``, with one candidate a batch size, so that it only switches
         by batch size (sglang 0.5.23 ``speculative/adaptive_spec_params.py``: the entry of the largest key that is not
-        above the batch, which is first padded to a captured size; keys that are no numbers are not read)."""
+        above the batch, which is first padded to the next size of ``--cuda-graph-bs-decode`` where that is given; keys
+        that are no numbers are not read)."""
         entries = {
             str(first): {"candidate_steps": [steps]} for first, _last, steps in self.ranges(lambda one: one.adaptive)
         }
@@ -106,7 +107,11 @@ def make(costs: Costs, acceptance: Acceptance, batch_sizes: Sequence[int], conte
 def _choose(costs: Costs, acceptance: Acceptance, batch: int, context: float, margin: float) -> Choice:
     plain = costs.milliseconds(PLAIN, batch, context)
     if plain is None:
-        raise ValueError(f"decode without speculation was not measured at batch {batch}, context {context:g}")
+        raise PatchError(
+            f"decode without speculation was not measured at batch {costs.measured(batch)}, context {context:g}\n"
+            "  remedy     --context or --max-batch-size within what was; eager cycles of large batches are measured by "
+            "bench verify-step --eager-everywhere"
+        )
     gain: dict[int, float] = {}
     cycles: dict[int, float] = {}
     for steps in sorted({0, *costs.steps}):
