@@ -97,6 +97,19 @@ def test_one_warning_when_passes_gain_nothing_for_long(
     assert told["warnings"] == ["a remark"]
 
 
+def test_no_warning_where_a_batch_may_draft_nothing(
+    reporter: Reporter, clock: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    from sglang.srt import runtime_context
+
+    runtime_context.get_spec().speculative_adaptive = True
+    for _ in range(60):
+        reporter.update_spec_metrics(3, 0, 3)
+    assert "mean accept length" not in caplog.text
+    told = _outcome.outcomes()[startup.PATCH]
+    assert (told["accept_length_window"], told["accept_alarm"]) == (1.0, False)
+
+
 def test_a_window_that_gains_is_left_alone(reporter: Reporter, caplog: pytest.LogCaptureFixture) -> None:
     for turn in range(400):
         correct = (turn % 10 == 0) * 4

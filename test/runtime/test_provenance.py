@@ -103,6 +103,21 @@ def test_accept_length_counts_every_verify_pass_at_once() -> None:
 _COUNTS = ("accepted_tokens", "verify_passes")
 
 
+def test_a_metric_that_cannot_be_made_does_not_end_the_scheduler(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(provenance, "_draft_steps", lambda: 3)
+    reporter: Any = Reporter()
+    reporter.current_scheduler_metrics_enabled = True
+    # As by --extra-metric-labels '{"position": "rack3"}'.
+    reporter.metrics_collector = SimpleNamespace(labels={"model_name": "x", "position": "rack3"})
+    for _ in range(3):
+        reporter.update_spec_metrics(2, 3, 5)
+    assert len(reporter.seen) == 3
+    said = [record.message for record in caplog.records if "not up to date" in record.message]
+    assert said == ["sglang-patches: provenance: its metrics are not up to date, by an error"]
+
+
 def test_server_info_weighs_schedulers_by_their_passes_and_tells_the_patches() -> None:
     states = [
         {"sglang_patches": {"accepted_tokens": 30, "verify_passes": 10}},

@@ -104,28 +104,38 @@ class Exported:
 def on_decode_step(patch: str, export: Callable[[Mapping[str, Any]], None]) -> Callable[..., Callable[..., None]]:
     """A decorator for ``SchedulerMetricsCollector.increment_decode_cuda_graph_pass``, through which counts go out.
 
-    Upstream calls it once a decode step where metrics are on. An error must not end that loop: it is logged once.
+    Upstream calls it once a decode step where metrics are on.
 
     Args:
         patch: whose counts they are.
         export: gets upstream's labels.
     """
-    failed: list[str] = []
+    exported = contained(patch, lambda collector: export(collector.labels))
 
     def decorate(increment: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(increment)
         def incremented(self: Any, *args: Any, **named: Any) -> None:
             increment(self, *args, **named)
-            try:
-                export(self.labels)
-            except Exception:
-                if not failed:
-                    failed.append(patch)
-                    logger.exception("sglang-patches: %s: its metrics are not up to date, by an error", patch)
+            exported(self)
 
         return incremented
 
     return decorate
+
+
+def contained(patch: str, export: Callable[[Any], None]) -> Callable[[Any], None]:
+    """The same without its errors, which would end upstream's loop: the first is logged."""
+    failed: list[str] = []
+
+    def exported(holder: Any) -> None:
+        try:
+            export(holder)
+        except Exception:
+            if not failed:
+                failed.append(patch)
+                logger.exception("sglang-patches: %s: its metrics are not up to date, by an error", patch)
+
+    return exported
 
 
 INFO = Metric(

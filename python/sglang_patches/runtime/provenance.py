@@ -75,6 +75,12 @@ def _mean(tokens: int, passes: int) -> float | None:
     return tokens / passes if passes else None
 
 
+# Contained, as all metrics are: labels of the operator's own may collide with ours, which ends no scheduler.
+_export_acceptance = _metrics.contained(
+    "provenance", lambda reporter: _acceptance.export(reporter.metrics_collector.labels)
+)
+
+
 def count_acceptance(update: Callable[..., None]) -> Callable[..., None]:
     """Decorate upstream's ``update_spec_metrics(self, bs, num_correct_drafts, ...)``.
 
@@ -87,7 +93,7 @@ def count_acceptance(update: Callable[..., None]) -> Callable[..., None]:
         _acceptance.tokens += lane.here().accepted_tokens(bs, num_correct_drafts, *rest, **named)
         _acceptance.passes += int(bs)
         if self.current_scheduler_metrics_enabled:
-            _acceptance.export(self.metrics_collector.labels)
+            _export_acceptance(self)
 
     return counted
 

@@ -68,7 +68,9 @@ class AcceptWindow:
 @functools.cache
 def window() -> AcceptWindow:
     """This process's window, made on the first call."""
-    made = AcceptWindow(*alarm_settings())
+    size, lowest, sustained = alarm_settings()
+    # Adaptive speculation drafts nothing for some batches, so that a mean of 1 may be what was planned.
+    made = AcceptWindow(size, 0.0 if _adaptive() else lowest, sustained)
     told = startup.checked()
     _outcome.live_figures(
         startup.PATCH,
@@ -84,6 +86,12 @@ def window() -> AcceptWindow:
         },
     )
     return made
+
+
+def _adaptive() -> bool:
+    from sglang.srt.runtime_context import get_spec
+
+    return bool(getattr(get_spec(), "speculative_adaptive", False))
 
 
 def watches_acceptance(update: Callable[..., None]) -> Callable[..., None]:
