@@ -3,13 +3,14 @@
 A copy is never trusted: its content is compared with what it must be whenever its module is imported, and written anew
 (temporary file, atomic rename) where it differs. So neither a race nor a crash nor an edit leaves half a file in use.
 Bytecode beside it cannot be compared, and a file can change between being compared and being loaded: a folder where
-another user could do either is not used (`trust`).
+another user could do either is not used, and bytecode that another user can write to is removed (`trust`).
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import logging
 import os
 import shutil
@@ -34,8 +35,27 @@ def folder() -> str:
 
 def default_folder() -> str:
     """`sglang-patches` in the user's cache folder."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    base = os.environ.get("XDG_CACHE_HOME")
+    if not base:
+        home = os.path.expanduser("~")
+        if not os.path.isabs(home):  # no HOME, and nobody knows this user: `~` would be a folder of the current one
+            return _without_home()
+        base = os.path.join(home, ".cache")
     return os.path.join(os.path.abspath(base), "sglang-patches")
+
+
+@functools.cache
+def _without_home() -> str:
+    """A temporary folder of this process."""
+    temporary = tempfile.mkdtemp(prefix="sglang-patches-")
+    atexit.register(_remove, temporary, os.getpid())
+    logger.warning(
+        "user %d has no home folder, so no cache folder: this process keeps its files in %s until it ends; "
+        "set SGLANG_PATCHES_CACHE to a writable folder of your own",
+        os.geteuid(),
+        temporary,
+    )
+    return temporary
 
 
 def store(key: str, relative: str, content: bytes, original: str, source: bytes) -> str:
@@ -89,9 +109,9 @@ def _put(root: str, key: str, relative: str, content: bytes, original: str | Non
     target = os.path.join(root, key, *relative.split("/"))
     parent = os.path.dirname(target)
     _refuse_distrusted(parent)  # before anything is written there
-    _make_folders(root, parent)
+    make_folder(parent)
     _refuse_distrusted(parent)
-    _refuse_distrusted(os.path.dirname(cache_from_source(target)))
+    _secure_bytecode(cache_from_source(target))
     if original is not None:
         _link_siblings(original, target, depth=relative.count("/"))
     try:
@@ -117,14 +137,44 @@ def _refuse_distrusted(path: str) -> None:
         raise PermissionError(reason)
 
 
-def _make_folders(root: str, parent: str) -> None:
-    """Make `parent`, a folder in `root`, for this user alone, whatever the umask."""
-    os.makedirs(root, mode=0o700, exist_ok=True)
-    folder = root
-    for part in os.path.relpath(parent, root).split(os.sep):
-        folder = os.path.join(folder, part)
-        with contextlib.suppress(FileExistsError):  # os.makedirs gives its mode to the last folder only
-            os.mkdir(folder, mode=0o700)
+def make_folder(path: str) -> None:
+    """Make a folder, with each missing one above it, for this user alone, whatever the umask.
+
+    Raises:
+        OSError: one cannot be made.
+    """
+    missing = []
+    at = os.path.abspath(path)
+    while not os.path.lexists(at):
+        missing.append(at)
+        at = os.path.dirname(at)
+    for folder in reversed(missing):
+        with contextlib.suppress(FileExistsError):  # another process was faster
+            os.mkdir(folder, mode=0o700)  # os.makedirs gives its mode to the last folder only
+
+
+def _secure_bytecode(file: str) -> None:
+    """Make sure that the bytecode `file` is this user's, or is not there, and that nobody else can put one there.
+
+    Raises:
+        OSError: neither can be had.
+    """
+    folder = os.path.dirname(os.path.abspath(file))
+    _refuse_distrusted(folder)
+    try:
+        make_folder(folder)  # Python would by umask, and below /tmp another user could be first
+    except OSError:
+        # A cache may be read-only. Then nobody but this user must be able to make it later.
+        while not os.path.lexists(folder):
+            folder = os.path.dirname(folder)
+    _refuse_distrusted(folder)
+    _remove_distrusted(file)
+
+
+def _remove_distrusted(file: str) -> None:
+    if distrusted(file):
+        with contextlib.suppress(FileNotFoundError):  # another process was faster
+            os.unlink(file)
 
 
 def _link_siblings(original: str, target: str, depth: int) -> None:
@@ -132,11 +182,19 @@ def _link_siblings(original: str, target: str, depth: int) -> None:
     for _ in range(depth):
         source, copy = os.path.dirname(original), os.path.dirname(target)
         for entry in os.listdir(source):
-            link = os.path.join(copy, entry)
-            if entry not in ("__pycache__", os.path.basename(original)) and not os.path.lexists(link):
-                with contextlib.suppress(FileExistsError):  # another process was faster
-                    os.symlink(os.path.join(source, entry), link)
+            if entry not in ("__pycache__", os.path.basename(original)):
+                _link(os.path.join(source, entry), os.path.join(copy, entry))
         original, target = source, copy
+
+
+def _link(source: str, link: str) -> None:
+    if os.path.lexists(link):
+        # Where it leads is trusted as far as the original is, so only what is no such link is looked at.
+        if os.path.islink(link) and os.readlink(link) == source:
+            return
+        _remove_distrusted(link)
+    with contextlib.suppress(FileExistsError):  # another process was faster
+        os.symlink(source, link)
 
 
 def _remove(folder: str, creator: int) -> None:

@@ -45,7 +45,8 @@ def distrusted(path: str) -> str | None:
             continue
         at = here
         reason = _writable_by_others(at, state, final=not rest)
-    return reason
+    # A link may end in '.' or '..', and what it leads to has been passed through only.
+    return reason or _writable_by_others(at, os.lstat(at), final=True)
 
 
 def _ours(state: os.stat_result, final: bool) -> bool:
@@ -83,7 +84,10 @@ def _writable_by_others(path: str, state: os.stat_result, final: bool) -> str | 
 
 
 def _own_group(group: int) -> bool:
-    """Whether a group has no member but this user: root's where root runs, or one named like its only user."""
+    """Whether a group has no member but this user: root's where root runs, or one named like its only user.
+
+    Members are those that the group lists and those whose own group it is.
+    """
     import grp
     import pwd
 
@@ -91,4 +95,6 @@ def _own_group(group: int) -> bool:
         user, entry = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
     except KeyError:
         return False
-    return entry.gr_name == user.pw_name and user.pw_gid == group and set(entry.gr_mem) <= {user.pw_name}
+    if entry.gr_name != user.pw_name or user.pw_gid != group or not set(entry.gr_mem) <= {user.pw_name}:
+        return False
+    return all(other.pw_uid == user.pw_uid for other in pwd.getpwall() if other.pw_gid == group)

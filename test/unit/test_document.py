@@ -174,6 +174,37 @@ def test_libraries_are_hashed_within_the_budget_and_once(monkeypatch: pytest.Mon
     assert {library.name: library.sha256 for library in collect.libraries()} == changed
 
 
+def test_hashes_that_another_user_could_have_written_are_not_believed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    kept = tmp_path / "made" / "cache" / "libraries.json"
+    monkeypatch.setenv("SGLANG_PATCHES_CACHE", str(kept.parent))
+    library = tmp_path / "libnccl.so.2"
+    library.write_bytes(b"library")
+    monkeypatch.setattr(collect, "mapped", lambda: [str(library)])
+
+    def told() -> str | None:
+        return collect.libraries()[0].sha256
+
+    right = hashlib.sha256(b"library").hexdigest()
+    before = os.umask(0)
+    try:
+        assert told() == right
+    finally:
+        os.umask(before)
+    for folder in (kept.parent, kept.parent.parent):
+        assert folder.stat().st_mode & 0o777 == 0o700
+    kept.write_text(kept.read_text().replace(right, "planted"))
+    assert told() == "planted"
+    kept.chmod(0o666)
+    assert told() == right
+    assert "planted" in kept.read_text()
+    kept.unlink()
+    kept.parent.chmod(0o777)
+    assert told() == right
+    assert not kept.exists()
+
+
 def test_a_model_is_known_by_its_content(tmp_path: Path) -> None:
     folder = ROOT / "test/models/tiny-kimi"
     told = machine.model(str(folder))

@@ -2,7 +2,7 @@
 
 Cheap by default: nothing is imported that is not loaded, and hashing shared libraries, which are gigabytes, ends after
 a fraction of a second. Hashes are kept in `<SGLANG_PATCHES_CACHE>/libraries.json` by path, size and time of change, so
-that what one process has hashed costs the others nothing.
+that what one process has hashed costs the others nothing; not where another user could write that file.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from sglang_patches import activate, cache, provenance
 from sglang_patches.document import machine, secrets
 from sglang_patches.document.schema import Code, Document, File, Library, PatchState, Process
 from sglang_patches.errors import PatchError
+from sglang_patches.trust import distrusted
 from sglang_patches.upstream import Upstream, digest, locate
 
 _DISTRIBUTIONS = {
@@ -145,7 +146,10 @@ def libraries(budget: float | None = None) -> list[Library]:
 
 def _known() -> dict[str, str]:
     try:
-        data = json.loads(Path(cache.folder(), "libraries.json").read_text(encoding="utf-8"))
+        file = os.path.join(cache.folder(), "libraries.json")
+        if distrusted(file):
+            return {}
+        data = json.loads(Path(file).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return data if isinstance(data, dict) else {}
@@ -154,10 +158,14 @@ def _known() -> dict[str, str]:
 def _remember(hashes: dict[str, str]) -> None:
     # A cache that cannot be written costs time only.
     with contextlib.suppress(OSError):
-        os.makedirs(cache.folder(), exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=cache.folder(), delete=False, encoding="utf-8") as file:
+        folder = cache.folder()
+        kept = os.path.join(folder, "libraries.json")
+        if distrusted(kept):
+            return
+        cache.make_folder(folder)
+        with tempfile.NamedTemporaryFile("w", dir=folder, delete=False, encoding="utf-8") as file:
             json.dump(hashes, file)
-        os.replace(file.name, os.path.join(cache.folder(), "libraries.json"))
+        os.replace(file.name, kept)
 
 
 def nccl_version() -> str | None:
