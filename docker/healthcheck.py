@@ -17,6 +17,15 @@ from pathlib import Path
 TIMEOUT = 25
 
 
+class _Stay(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_: object, **__: object) -> None:
+        """No request follows: the answer is an error."""
+
+
+# The server is in this container, whatever proxy the environment names for others.
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}), _Stay)
+
+
 def server_arguments(proc: Path) -> list[str] | None:
     """The command line of this user's first `sglang.launch_server` in `proc`, a folder like /proc; None without one."""
     for folder in sorted(
@@ -51,7 +60,7 @@ def main() -> int:
         print("no server runs")
         return 1
     try:
-        with urllib.request.urlopen(url(argv), timeout=TIMEOUT):
+        with DIRECT.open(url(argv), timeout=TIMEOUT):
             return 0
     except (urllib.error.URLError, OSError, ValueError) as error:
         print(f"{url(argv)}: {error}")

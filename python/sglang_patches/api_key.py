@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import yaml
@@ -62,6 +62,20 @@ def collect(given: Mapping[str, str | None], environ: Mapping[str, str]) -> dict
     return found
 
 
+def refuse_abbreviations(words: Sequence[str]) -> None:
+    """Raise PatchError where upstream's parser would take one of a server's arguments for a key's option.
+
+    It takes every beginning of an option that is no other's, and such a key would stay on the line.
+    """
+    for word in words:
+        name = word.partition("=")[0]
+        for option in VARIABLES:
+            if name.startswith("--") and len(name) > 2 and name != option and option.startswith(name):
+                raise PatchError(
+                    f"{name}: an abbreviation of {option}\n  remedy     write it in full, or set {VARIABLES[option]}"
+                )
+
+
 def in_config(words: Sequence[str]) -> tuple[str | None, bool]:
     """The file after ``--config`` among a server's arguments, and whether it has an API key."""
     if "--config" not in words[:-1]:
@@ -99,12 +113,15 @@ def hand_over(keys: Mapping[str, str]) -> list[str]:
 def _link(name: str, target: str) -> str:
     """A link to `target` in the first folder where nobody else can make it lead elsewhere."""
     problems = []
-    for folder in (cache.folder(), cache.default_folder(), os.path.join(tempfile.gettempdir(), f"keys-{os.getpid()}")):
-        link = os.path.join(folder, name)
+    places: tuple[Callable[[], str], ...] = (cache.folder, cache.default_folder, _temporary)
+    for place in places:
+        folder = "temporary folder"
         try:
+            folder = place()
+            link = os.path.join(folder, name)
             if reason := distrusted(folder):
                 raise PermissionError(reason)
-            os.makedirs(folder, mode=0o700, exist_ok=True)
+            cache.make_folder(folder)
             if not (os.path.islink(link) and os.readlink(link) == target):
                 os.symlink(target, link)
             if reason := distrusted(folder):
@@ -119,13 +136,5 @@ def _link(name: str, target: str) -> str:
     )
 
 
-def masked(argv: Sequence[str]) -> list[str]:
-    """A command line as it may be shown: keys given on it are not."""
-    shown: list[str] = []
-    for word in argv:
-        name, sign, value = word.partition("=")
-        if shown and shown[-1] in VARIABLES:
-            shown.append("***" if word else word)
-        else:
-            shown.append(f"{name}=***" if name in VARIABLES and sign and value else word)
-    return shown
+def _temporary() -> str:
+    return tempfile.mkdtemp(prefix="sglang-patches-keys-")  # nobody can be first with a name that is not known

@@ -20,6 +20,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from sglang_patches import api_key, selection, serve
+from sglang_patches.document import secrets
 from sglang_patches.errors import PatchError, told
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -81,11 +82,20 @@ class Recipe(BaseModel):
         for name in arguments:
             if not name.startswith("--"):
                 raise ValueError(f"{name!r} is no option of sglang.launch_server: write '--{name.lstrip('-')}'")
-            if name in api_key.VARIABLES:
-                raise ValueError(f"{name!r} is a secret and no part of a recipe: set {api_key.VARIABLES[name]}")
+            option = name.partition("=")[0]
+            if option in api_key.VARIABLES:
+                raise ValueError(f"{option!r} is a secret and no part of a recipe: set {api_key.VARIABLES[option]}")
             if key := next((key for key, spellings in _OWN.items() if name in spellings), None):
                 raise ValueError(f"{name!r} has a key of its own in a recipe: {key}")
         return arguments
+
+    @field_validator("environment")
+    @classmethod
+    def _has_no_keys(cls, environment: dict[str, str]) -> dict[str, str]:
+        for name in api_key.VARIABLES.values():
+            if name in environment:
+                raise ValueError(f"{name!r} is a secret and no part of a recipe: name a file with it by {name}_FILE")
+        return environment
 
 
 @dataclass(frozen=True)
@@ -139,7 +149,8 @@ def load(name: str) -> Recipe:
     except OSError as error:
         raise PatchError(f"{file} cannot be read: {error.strerror}\n  remedy     name a YAML file") from None
     except (ValidationError, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise PatchError(f"{file} is no recipe: {error}\n  expected   {', '.join(Recipe.model_fields)}") from None
+        said = secrets.mask_text(str(error))  # it shows what was given
+        raise PatchError(f"{file} is no recipe: {said}\n  expected   {', '.join(Recipe.model_fields)}") from None
 
 
 def combine(recipe: Recipe, line: Sequence[str], environ: Mapping[str, str]) -> Wanted:
@@ -166,6 +177,10 @@ def combine(recipe: Recipe, line: Sequence[str], environ: Mapping[str, str]) -> 
 
     keys = {"--api-key": given.api_key, "--admin-api-key": given.admin_api_key}
     defaults = {**recipe.environment, **({} if recipe.patches is None else {"SGLANG_PATCHES": recipe.patches})}
+    api_key.refuse_abbreviations([*arguments, *rest])
+    # A key of the environment wins over the file that a recipe names.
+    beaten = {f"{variable}_FILE" for variable in api_key.VARIABLES.values() if environ.get(variable)}
+    sources = {**{name: value for name, value in defaults.items() if name not in beaten}, **environ}
     # The recipe's are read as strictly as the line's.
     effective = _parser().parse_known_args(arguments)[0]
     fraction = effective.memory_fraction
@@ -180,7 +195,7 @@ def combine(recipe: Recipe, line: Sequence[str], environ: Mapping[str, str]) -> 
         environ={key: value for key, value in {**defaults, **environ}.items() if key not in api_key.VARIABLES.values()},
         memory_fraction=0.9 if fraction is None else fraction,
         context_length=effective.context_length,
-        keys=api_key.collect(keys, environ),
+        keys=api_key.collect(keys, sources),
         unprotected=given.api_key == "",
     )
 
@@ -296,8 +311,8 @@ def run(
         launch.argv += api_key.hand_over({option: key for option, (key, _) in wanted.keys.items()})
     changed = {key: value for key, value in launch.env.items() if os.environ.get(key) != value}
     # Quoted behind the sign: a shell takes 'A=b c' for a program's name.
-    assignments = [f"{key}={shlex.quote(value)}" for key, value in sorted(changed.items())]
-    print("launch:", *assignments, shlex.join(launch.argv), flush=True)
+    assignments = [f"{key}={shlex.quote(value)}" for key, value in sorted(secrets.mask(changed).items())]
+    print("launch:", *assignments, shlex.join(secrets.command(launch.argv)), flush=True)
     if not starts:
         if not healthy and not dry_run:
             print("launch: not started, because of the failures above; --no-doctor starts all the same", flush=True)

@@ -17,12 +17,12 @@ import socket
 import sys
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sglang_patches import api_key, lane, selection
+from sglang_patches import api_key, direct, lane, selection
+from sglang_patches.document import secrets
 from sglang_patches.errors import PatchError
 from sglang_patches.series import load
 from sglang_patches.upstream import locate
@@ -188,7 +188,7 @@ def _watch(pid: int, url: str, name: str) -> None:
     while not ended.poll(500):
         try:
             # Upstream answers 503 here until its own warm-up request has been served.
-            with urllib.request.urlopen(f"{url}{lane.here().ready_path}", timeout=5):
+            with direct.opener.open(f"{url}{lane.here().ready_path}", timeout=5):
                 break
         except (urllib.error.URLError, OSError):
             continue
@@ -238,6 +238,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("extra", nargs="*", help="after --: more arguments for sglang.launch_server")
     given = parser.parse_args(arguments)
     try:
+        api_key.refuse_abbreviations(given.extra)
         launch = plan(
             given.model, given.draft, given.tp, given.port, given.extra, cuda=selection.has_gpu(), environ=os.environ
         )
@@ -249,7 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
     for note in launch.notes:
         print(f"serve: {note}")
-    print(f"serve: {shlex.join(api_key.masked(launch.argv))}")
+    print(f"serve: {shlex.join(secrets.command(launch.argv))}")
     print("serve: starting; a small model takes about a minute, a large one as long as its weights take to load")
     sys.stdout.flush()
     _spawn_watcher(f"http://{launch.host}:{given.port}", launch.name)

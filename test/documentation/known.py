@@ -24,6 +24,7 @@ _PLAIN = (
     "source",
     "cd",
     "export",
+    "umask",
     "jq",
     "grep",
     "git",

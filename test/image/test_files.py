@@ -63,6 +63,12 @@ def test_no_digest_is_written_anywhere() -> None:
         assert not re.search(r"sha256:[0-9a-f]{8}", file.read_text()), file
 
 
+def test_the_key_is_in_no_commit_and_no_image() -> None:
+    """Where docs/image.md writes it, and compose looks for it."""
+    for file in (".gitignore", ".dockerignore"):
+        assert "docker/api_key" in [line.lstrip("/") for line in (ROOT / file).read_text().splitlines()], file
+
+
 def test_what_is_copied_is_not_ignored() -> None:
     """.dockerignore lists what goes in, so a new folder that the wheel needs has to be added there."""
     kept = {

@@ -154,11 +154,13 @@ def test_entry_point(path: str) -> None:
 
 @pytest.fixture
 def server() -> Iterator[HTTPServer]:
-    """Answers /health with what its attribute `status` says."""
+    """Answers /health with what its attribute `status` says, and everything below /health/ with 200."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send_response(self.server.status if self.path == "/health" else 404)  # type: ignore[attr-defined]
+            status = self.server.status if self.path == "/health" else 404  # type: ignore[attr-defined]
+            self.send_response(200 if self.path.startswith("/health/") else status)
+            self.send_header("Location", "/health/elsewhere")
             self.end_headers()
 
         def log_message(self, *_: object) -> None:
@@ -189,9 +191,13 @@ def test_health_check_asks_the_server_that_runs(server: HTTPServer, spelling: st
     line = f"python -m sglang.launch_server {spelling.format(server.server_port)}"
     (tmp_path / "30" / "cmdline").write_bytes(line.replace(" ", "\0").encode() + b"\0")
     command = [sys.executable, "-S", "-c", HEALTH, str(tmp_path)]
-    for status, code in ((200, 0), (503, 1)):
+    # A proxy is for other hosts; nothing listens there.
+    environment = {name: value for name, value in os.environ.items() if name.lower() != "no_proxy"}
+    environment["http_proxy"] = "http://127.0.0.1:1"
+    for status, code in ((200, 0), (503, 1), (302, 1)):
         server.status = status  # type: ignore[attr-defined]
-        assert subprocess.run(command, cwd=ROOT, capture_output=True, timeout=60).returncode == code
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=60)
+        assert done.returncode == code, done.stdout
     if os.geteuid() == 0:
         os.chown(tmp_path / "30", 12345, -1)  # where a container sees the host's processes
     else:

@@ -15,6 +15,7 @@ import yaml
 
 from sglang_patches import api_key, launch, serve
 from sglang_patches.bench.server import free_port
+from sglang_patches.document import secrets
 from sglang_patches.errors import PatchError
 from sglang_patches.upstream import locate
 
@@ -118,6 +119,22 @@ def test_the_link_is_in_no_folder_of_another_user(tmp_path: Path, monkeypatch: p
         api_key.hand_over({"--api-key": KEY})
 
 
+def test_the_temporary_folder_of_the_link_has_no_name_that_can_be_foreseen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "tmp").chmod(0o1777)
+    monkeypatch.setenv("SGLANG_PATCHES_CACHE", str(tmp_path / "file" / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp" / f"keys-{os.getpid()}").write_text("another user was first")
+    link = Path(api_key.hand_over({"--api-key": KEY})[1])
+    assert link.parent.parent == tmp_path / "tmp"
+    assert link.parent.stat().st_mode & 0o777 == 0o700
+    assert yaml.safe_load(link.read_text()) == {"api-key": KEY}
+
+
 def run(recipe: str, *line: str, dry_run: bool = False) -> list[str]:
     executed: list[str] = []
     launch.run(recipe, line, dry_run, False, lambda _, argv, env: executed.extend(argv))
@@ -178,12 +195,36 @@ def test_files_without_a_key(recipe: str, monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_a_recipe_has_no_secrets() -> None:
     with pytest.raises(ValueError, match="is a secret and no part of a recipe: set SGLANG_API_KEY"):
         launch.Recipe(description="x", model="m", arguments={"--api-key": KEY})
+    with pytest.raises(ValueError, match="'--api-key' is a secret and no part of a recipe"):
+        launch.Recipe(description="x", model="m", arguments={f"--api-key={KEY}": True})
+
+
+@pytest.mark.parametrize("variable", api_key.VARIABLES.values())
+def test_a_recipe_has_no_secrets_in_its_environment(recipe: str, variable: str) -> None:
+    content = yaml.safe_load(Path(recipe).read_text())
+    Path(recipe).write_text(yaml.safe_dump({**content, "environment": {variable: KEY}}))
+    with pytest.raises(PatchError, match=f"'{variable}' is a secret.*{variable}_FILE") as caught:
+        run(recipe)
+    assert KEY not in str(caught.value)
+
+
+def test_a_recipe_may_name_the_file_of_the_key(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text(f"{KEY}\n")
+    (tmp_path / "other").write_text("other\n")
+    made = launch.Recipe(description="x", model="m", environment={"SGLANG_API_KEY_FILE": str(tmp_path / "key")})
+
+    def key(**environ: str) -> str:
+        return launch.combine(made, [], environ).keys["--api-key"][0]
+
+    assert key() == KEY
+    assert key(SGLANG_API_KEY_FILE=str(tmp_path / "other")) == "other"
+    assert key(SGLANG_API_KEY="variable") == "variable", "the environment wins over the recipe"
 
 
 def test_what_is_shown_of_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--api-key", KEY, "--x", f"--admin-api-key={KEY}", "--api-key", "", "--port", "1"]
     shown = ["--api-key", "***", "--x", "--admin-api-key=***", "--api-key", "", "--port", "1"]
-    assert api_key.masked(argv) == shown
+    assert secrets.command(argv) == shown
 
     executed: list[str] = []
     monkeypatch.setattr(os, "execvpe", lambda _, argv, env: executed.extend(argv))
@@ -193,3 +234,32 @@ def test_what_is_shown_of_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     printed = capsys.readouterr().out
     assert "--api-key" in printed
     assert KEY not in printed
+    with pytest.raises(SystemExit, match=r"--api-ke: an abbreviation of --api-key"):
+        serve.main(["--model", "test/models/tiny-kimi", "--", "--api-ke", KEY])
+
+
+def test_other_secrets_of_a_line_are_not_shown(
+    recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = yaml.safe_load(Path(recipe).read_text())
+    Path(recipe).write_text(yaml.safe_dump({**content, "environment": {"HF_TOKEN": "hub-Zq7", "A": "b c"}}))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    executed = run(recipe, "--api-key=", "--ssl-keyfile-password", KEY, "--log-level", "warning")
+    assert executed[-3] == KEY
+    printed = capsys.readouterr().out
+    assert "--ssl-keyfile-password '***' --log-level warning" in printed
+    assert "A='b c'" in printed
+    assert KEY not in printed
+    assert "hub-Zq7" not in printed
+
+
+@pytest.mark.parametrize("name", ["--api-ke", "--api", "--admin-api", "--a"])
+def test_abbreviations_of_a_key_are_refused(recipe: str, name: str) -> None:
+    """Upstream's parser would take them, and the key would be on the line."""
+    for line in ([name, KEY], [f"{name}={KEY}"]):
+        with pytest.raises(PatchError, match=f"^{name}: an abbreviation of --") as caught:
+            run(recipe, *line)
+        assert KEY not in str(caught.value)
+    with pytest.raises(PatchError, match="an abbreviation of"):
+        launch.combine(launch.Recipe(description="x", model="m", arguments={name: KEY}), [], {})
+    run(recipe, "--api-key", KEY, "--allow-auto-truncate", "--attention-backend=x")

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import urlsplit
 
+from sglang_patches import direct
 from sglang_patches.document import collect, schema
 from sglang_patches.document.schema import Document, Process
 from sglang_patches.document.secrets import mask_text
@@ -96,10 +97,12 @@ def ask(url: str, api_key: str = "", with_time: bool = False, with_host: bool = 
     if api_key:
         request.add_header("Authorization", f"Bearer {api_key}")
     try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
+        with direct.opener.open(request, timeout=_TIMEOUT_S) as answer:
             data = json.load(answer)
     except urllib.error.HTTPError as error:
         remedy = "give its API key: --api-key, or SGLANG_API_KEY" if error.code in (401, 403) else "look at its log"
+        if 300 <= error.code < 400:
+            remedy = "name the URL that it redirects to: redirects are not followed"
         raise PatchError(f"{shown}/server_info: answered {error.code}\n  remedy     {remedy}") from None
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise PatchError(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from sglang_patches import direct
 from sglang_patches.document.secrets import mask_text
 from sglang_patches.errors import PatchError
 
@@ -55,7 +56,7 @@ def fetch(url: str, api_key: str = "", timeout: float = _TIMEOUT_S) -> Scrape:
     if api_key:
         request.add_header("Authorization", f"Bearer {api_key}")
     try:
-        with urllib.request.urlopen(request, timeout=timeout) as answer:
+        with direct.opener.open(request, timeout=timeout) as answer:
             text = answer.read().decode()
     except urllib.error.HTTPError as error:
         raise PatchError(f"{shown}/metrics: answered {error.code}\n  remedy     {_remedy(error.code)}") from None
@@ -79,6 +80,8 @@ def _remedy(code: int) -> str:
         return "give its API key: --api-key, or SGLANG_API_KEY"
     if code == 404:
         return "start it with --enable-metrics (make serve and the recipes do), or name an SGLang server (--url)"
+    if 300 <= code < 400:
+        return "name the URL that it redirects to: redirects are not followed"
     return "look at its log"
 
 
