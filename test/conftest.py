@@ -15,6 +15,8 @@ _STEERING = (
     "NCCL_",
     "OMP_",
     "MKL_NUM",
+    "MAKE",  # a make that a test starts is nobody's part
+    "MFLAGS",
     "COLUMNS",
     "LINES",
     "FORCE_COLOR",
