@@ -196,7 +196,7 @@ def test_health_check_asks_the_server_that_runs(server: HTTPServer, spelling: st
     environment["http_proxy"] = "http://127.0.0.1:1"
     for status, code in ((200, 0), (503, 1), (302, 1)):
         server.status = status  # type: ignore[attr-defined]
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=60)
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
         assert done.returncode == code, done.stdout
     if os.geteuid() == 0:
         os.chown(tmp_path / "30", 12345, -1)  # where a container sees the host's processes
