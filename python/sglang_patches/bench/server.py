@@ -15,14 +15,13 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from sglang_patches import lane, processes, selection, serve
+from sglang_patches import direct, lane, processes, selection, serve
 from sglang_patches.bench.model import Arm
 from sglang_patches.errors import PatchError
 
@@ -30,8 +29,6 @@ _STOP_S = 60.0
 # Children that the server leaves behind are on their way out, or will never end by themselves.
 _ORPHANS_S = 5.0
 _ASK_S = 120.0
-# The server is on this machine, whatever proxy the shell names for others.
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 # What a pristine interpreter must not get from ours: where our package and patches are found, and which are on.
 _OURS = re.compile(r"SGLANG_PATCHES\w*|PYTHONPATH")
 _TELLING = re.compile(r"\w*(Error|Exception|Interrupt)\b|^sglang-patches:|^serve:|\berror:|Killed|signal")
@@ -65,7 +62,7 @@ class Server:
             passed = time.monotonic() - self.started
             self.check_alive(f"before it was ready, after {passed:.0f} s")
             failures = (OSError, http.client.HTTPException)
-            with contextlib.suppress(*failures), _DIRECT.open(f"{self.url}{lane.here().ready_path}", timeout=10):
+            with contextlib.suppress(*failures), direct.opener.open(f"{self.url}{lane.here().ready_path}", timeout=10):
                 self.ready_s = time.monotonic() - self.started
                 self._check_ours()
                 return
@@ -107,7 +104,7 @@ class Server:
             PatchError: it does not answer.
         """
         try:
-            with _DIRECT.open(f"{self.url}/server_info", timeout=_ASK_S) as answer:
+            with direct.opener.open(f"{self.url}/server_info", timeout=_ASK_S) as answer:
                 return json.load(answer)
         except (OSError, ValueError, http.client.HTTPException) as error:
             self.check_alive("when it was asked for /server_info")

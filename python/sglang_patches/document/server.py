@@ -91,11 +91,7 @@ def ask(url: str, api_key: str = "", with_time: bool = False, with_host: bool = 
         PatchError: it does not answer, or tells no document.
     """
     shown = mask_text(url)
-    if urlsplit(url).scheme not in ("http", "https"):
-        raise PatchError(f"{shown}: not the URL of a server\n  expected   such as http://127.0.0.1:30000")
-    request = urllib.request.Request(url.rstrip("/") + "/server_info")
-    if api_key:
-        request.add_header("Authorization", f"Bearer {api_key}")
+    request = direct.request(url, "/server_info", api_key)
     try:
         with direct.opener.open(request, timeout=_TIMEOUT_S) as answer:
             data = json.load(answer)

@@ -9,7 +9,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 
 from sglang_patches import direct
 from sglang_patches.document.secrets import mask_text
@@ -50,11 +49,7 @@ def fetch(url: str, api_key: str = "", timeout: float = _TIMEOUT_S) -> Scrape:
         PatchError: nothing answers there, it wants a key, it has no metrics, or they are not SGLang's.
     """
     shown = mask_text(url)
-    if urlsplit(url).scheme not in ("http", "https"):
-        raise PatchError(f"{shown}: not the URL of a server\n  expected   such as http://127.0.0.1:30000")
-    request = urllib.request.Request(url.rstrip("/") + "/metrics")
-    if api_key:
-        request.add_header("Authorization", f"Bearer {api_key}")
+    request = direct.request(url, "/metrics", api_key)
     try:
         with direct.opener.open(request, timeout=timeout) as answer:
             text = answer.read().decode()
