@@ -11,6 +11,7 @@ were equal bit for bit, 1 if not, 2 if it could not run.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import sys
@@ -208,6 +209,7 @@ def main() -> int:
             except (ValueError, torch.OutOfMemoryError) as error:
                 result.setdefault("left_out", {})[str(slots)] = str(error)
                 print(f"{slots} slots left out: {error}", file=sys.stderr)
+            gc.collect()  # the pool and the graphs of a size lie in cycles, and the next size wants their memory
             if not given.cpu:
                 torch.cuda.empty_cache()
     from sglang_patches.nccl.provenance import whole

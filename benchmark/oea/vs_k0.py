@@ -26,6 +26,8 @@ import numpy as np
 from sglang_patches import provenance, selection
 
 REQUESTS = (1, 2, 4, 8)
+# With upstream's verify attention most of a verify would be that, whatever k0.
+PATCHES = "+oea-topk,+mla-verify-split-kv"
 
 
 def engine(k0: int, out: Path) -> None:
@@ -108,7 +110,7 @@ def main() -> int:
     for number in range(given.rounds):
         for k0 in order if number % 2 == 0 else reversed(order):
             part = given.out.with_suffix(".part")
-            environ = os.environ | {"SGLANG_PATCHES": "+oea-topk", "SGLANG_PATCHES_OEA_K0": str(k0)}
+            environ = os.environ | {"SGLANG_PATCHES": PATCHES, "SGLANG_PATCHES_OEA_K0": str(k0)}
             environ["SGLANG_PATCHES_OEA_TOKENS"] = "1-64"
             command = [sys.executable, "-m", "benchmark.oea.vs_k0", "--out", str(part), "--one", str(k0)]
             if subprocess.run(command, env=environ, timeout=900, check=False).returncode or not part.exists():

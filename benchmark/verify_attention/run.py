@@ -26,18 +26,30 @@ from typing import Any
 import torch
 
 from sglang_patches import provenance
-from sglang_patches.runtime.mla_verify_split_kv.launch import ROWS_16, ROWS_32, SplitVerify, Tiles
+from sglang_patches.runtime.mla_verify_split_kv.launch import (
+    ROWS_16,
+    ROWS_32,
+    ROWS_64,
+    SplitVerify,
+    Tiles,
+)
 
 HEADS, WIDTH, ROPE = 8, 512, 64
 BATCHES, CONTEXTS, TOKENS = (1, 4, 16), (1024, 8192, 32768), (2, 4, 8)
 # bfloat16 keeps 8 bits, and the outputs are averages of many numbers near 1: upstream's kernels differ by less as well.
 WORST = 2e-2
 SWEPT = {
-    "16 rows": ROWS_16,
-    "32 rows": ROWS_32,
+    "16 rows": Tiles(16, 32, 4, 2, 2),
+    "16 rows, 3 stages": ROWS_16,
+    "16 rows, 64 tokens": Tiles(16, 64, 4, 2, 2),
+    "32 rows": Tiles(32, 32, 8, 2, 1),
     "32 rows, 3 stages": Tiles(32, 32, 8, 3, 1),
+    "32 rows, 3 stages, 2 resident": Tiles(32, 32, 8, 3, 2),
+    "32 rows, 4 stages": Tiles(32, 32, 8, 4, 1),
     "32 rows, 64 tokens": Tiles(32, 64, 8, 2, 1),
+    "32 rows, 64 tokens, 3 stages": ROWS_32,
     "64 rows": Tiles(64, 32, 8, 2, 1),
+    "64 rows, 3 stages": ROWS_64,
 }
 SWEPT_SPLITS = (16, 32, 64, 128)
 SWEPT_CELLS = ((1, 1024), (1, 32768), (16, 8192))
@@ -226,7 +238,7 @@ def main() -> int:
     if given.sweep:
         result["tiles"] = {name: asdict(tile) for name, tile in SWEPT.items()}
         for batch, context in [(2, 70)] if given.cpu else SWEPT_CELLS:
-            for tokens in (2,) if given.cpu else (4, 8):
+            for tokens in (2,) if given.cpu else TOKENS:
                 problem = Problem(batch, context, tokens, pool, dtype)
                 tried = {name: problem.split(cores, tile) for name, tile in SWEPT.items()}
                 tried |= {f"{count} splits": problem.split(cores, None, count) for count in SWEPT_SPLITS}

@@ -33,9 +33,12 @@ SHAPES: dict[str, tuple[list[int], int, int, int, int, int, int | None]] = {
     "16 tokens": ([70], 16, 3, 32, 16, 4, None),
     "odd sizes": ([77, 140], 5, 3, 72, 24, 4, None),
     "wider than a merge block": ([100], 2, 8, 160, 16, 4, None),
+    "64 rows": ([150, 3], 8, 8, 32, 16, 4, None),
     "one split": ([300, 10], 4, 4, 32, 16, 8, 1),
     "more splits than fit": ([300], 2, 4, 32, 16, 1000, 140),
 }
+# With these tiles; the others with those of the smallest GPU.
+TILES = {"ragged": launch.ROWS_32, "64 rows": launch.ROWS_64, "8 tokens, 16 heads": launch.ROWS_64}
 
 
 def problem(name: str, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
@@ -66,6 +69,7 @@ def problem(name: str, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
         "scale": (width + rope) ** -0.5,
         "cores": cores,
         "override": override,
+        "tile": TILES.get(name),
     }
 
 
@@ -91,7 +95,7 @@ def call(given: dict[str, Any], heads: int, **options: Any) -> torch.Tensor:
     tokens, width = given["tokens"], given["width"]
     batch = len(given["indptr"]) - 1
     run = launch.SplitVerify(
-        batch, tokens, heads, width, cores=given["cores"], device="cpu", override=given["override"]
+        batch, tokens, heads, width, cores=given["cores"], device="cpu", override=given["override"], tile=given["tile"]
     )
     run.workspace.fill_(float("nan"))
     out = torch.full((batch * tokens, heads, width), float("nan"), dtype=given["q"].dtype)

@@ -32,7 +32,9 @@ class Tiles:
 
     Attributes:
         block_m, block_n: powers of 2, 16 or more.
+        stages: of triton's software pipeline.
         resident: programs that run at once on a multiprocessor with 160 KiB of shared memory or more.
+        memory: bytes of shared memory of a block.
     """
 
     block_m: int
@@ -40,17 +42,32 @@ class Tiles:
     warps: int
     stages: int
     resident: int
+    memory: int = 0
 
 
-# As compiled by triton 3.8 for 512 + 64 numbers in bfloat16: no register is spilled for SM 80, 90, 100 and 120; shared
-# memory 56,320 and 75,776 bytes, of the 101,376 that a block has on SM 86, 89 and 120, which have least.
-ROWS_16 = Tiles(16, 32, warps=4, stages=2, resident=2)
-ROWS_32 = Tiles(32, 32, warps=8, stages=2, resident=1)
+# The fastest of those that `benchmark/verify_attention --sweep` tried on an H200. Shared memory is what triton 3.8
+# takes for 512 + 64 numbers in bfloat16, the most of SM 80, 90, 100 and 120; SM 86, 89 and 120 have least to give.
+ROWS_16 = Tiles(16, 32, warps=4, stages=3, resident=2, memory=56_832)
+ROWS_32 = Tiles(32, 64, warps=8, stages=3, resident=1, memory=115_712)
+ROWS_64 = Tiles(64, 32, warps=8, stages=3, resident=1, memory=214_064)
+LEAST_SHARED_MEMORY = 101_376
 
 
-def tiles(rows: int) -> Tiles:
-    """Tiles for ``rows`` = draft tokens times heads. Further blocks of rows find the cached tokens in the L2 cache."""
-    return ROWS_16 if rows <= 16 else ROWS_32
+def shared_memory(device: torch.device | str) -> int:
+    """Bytes of shared memory that a block can have; of the smallest GPU where ``device`` is none."""
+    if torch.device(device).type != "cuda":
+        return LEAST_SHARED_MEMORY
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+
+
+def tiles(rows: int, memory: int = LEAST_SHARED_MEMORY) -> Tiles:
+    """Tiles for ``rows`` = draft tokens times heads and ``memory`` bytes of shared memory a block.
+
+    Further blocks of rows find the cached tokens in the L2 cache.
+    """
+    needed = next((tile for tile in (ROWS_16, ROWS_32, ROWS_64) if rows <= tile.block_m), ROWS_64)
+    fits = [tile for tile in (ROWS_64, ROWS_32, ROWS_16) if tile.block_m <= needed.block_m and tile.memory <= memory]
+    return fits[0] if fits else ROWS_16
 
 
 def splits(batch: int, rows: int, width: int, tile: Tiles, cores: int, override: int | None = None) -> int:
@@ -95,7 +112,7 @@ class SplitVerify:
         override: int | None = None,
         tile: Tiles | None = None,
     ) -> None:
-        self.cores, self.override, self.tile = cores, override, tile
+        self.cores, self.override, self.tile, self.memory = cores, override, tile, shared_memory(device)
         needs = [self.numbers(batch, max_tokens * heads, width) for batch in range(1, max_batch + 1)]
         # Allocated now and kept: a captured graph must find it at the same place.
         size = max((need for need in needs if need * 4 <= WORKSPACE_LIMIT), default=0)
@@ -103,7 +120,7 @@ class SplitVerify:
 
     def plan(self, batch: int, rows: int, width: int) -> tuple[Tiles, int]:
         """Tiles and splits of a batch."""
-        tile = self.tile or tiles(rows)
+        tile = self.tile or tiles(rows, self.memory)
         return tile, splits(batch, rows, width, tile, self.cores, self.override)
 
     def numbers(self, batch: int, rows: int, width: int) -> int:
@@ -141,10 +158,18 @@ class SplitVerify:
             width: DV.
             scale: factor of the scores.
             k_scale, v_scale: what cached keys and values are to be multiplied with.
+
+        Raises:
+            ValueError: the workspace does not hold this batch (`fits`).
         """
         batch = kv_indptr.shape[0] - 1
         tokens, heads = q.shape[0] // batch, q.shape[1]
         rows, rope = tokens * heads, q.shape[2] - width
+        if not self.fits(batch, rows, width):
+            raise ValueError(
+                f"the workspace has {self.workspace.numel()} numbers, a batch of {batch} with {rows} rows needs "
+                f"{self.numbers(batch, rows, width)}; ask `fits` first"
+            )
         tile, count = self.plan(batch, rows, width)
         row_blocks = math.ceil(rows / tile.block_m)
         target = self.cores * tile.resident
