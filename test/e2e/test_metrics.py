@@ -75,3 +75,15 @@ def test_figures_of_one_request_are_right(spec_server: Server, seen: Between) ->
         assert phase.graph_share == (1.0 if torch.cuda.is_available() else 0.0)
     assert found.accept_alarm is False
     assert not {"accept_length", "running", "kv_share", "patch_set_id"} & set(found.missing)
+
+
+def test_passes_are_those_that_upstream_counts_for_the_requests(spec_server: Server) -> None:
+    """Not the one more that overlap scheduling runs for a request that has finished: of these, it would be half."""
+    first, passes = fetch(spec_server.url), 0
+    for length in (2, 3, 4, 9):
+        sampling = {"temperature": 0, "max_new_tokens": length, "ignore_eos": True}
+        answer = httpx.post(f"{spec_server.url}/generate", json={"text": "I", "sampling_params": sampling}, timeout=120)
+        passes += answer.raise_for_status().json()["meta_info"]["spec_verify_ct"]
+    counted = Between(first, fetch(spec_server.url)).counted
+    assert counted(_metrics.VERIFIED.name) == {(): passes}
+    assert counted(_metrics.DRAFTED.name, ("position",)) == dict.fromkeys([("1",), ("2",), ("3",)], passes)

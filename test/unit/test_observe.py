@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import pty
@@ -46,6 +47,8 @@ def text(passes: int = 10, tokens: int = 100, rank: int = 0, replica: int = 0) -
 {upstream.TOKEN_USAGE}{{{own}}} 0.{replica + 1}
 {upstream.KV_MAX}{{{own}}} 1000
 {_metrics.VERIFIED.name}{{{own}}} {passes}
+{_metrics.DRAFTED.name}{{{own},position="1"}} {passes}
+{_metrics.DRAFTED.name}{{{own},position="2"}} {passes}
 {_metrics.ACCEPTED.name}{{{own},position="1"}} {passes * 3 // 4}
 {_metrics.ACCEPTED.name}{{{own},position="2"}} {passes // 2}
 {_metrics.SPEC_FORWARD.name}{{{own},phase="verify",path="graph",reason="padded"}} {passes * 3}
@@ -97,6 +100,62 @@ def test_a_counter_that_went_back_began_at_zero() -> None:
     assert found.restarted
     assert found.output_tokens_per_s == 20.0
     assert found.accept_length == 1 + 25 / 20
+
+
+def test_no_share_is_more_than_all_where_a_server_started_anew() -> None:
+    """Some counters have come further since than they were before, others have not."""
+    before = text(passes=10, tokens=5000).replace('position="1"} 7', 'position="1"} 10')
+    found = figures(between(before, text(passes=12, tokens=40)))
+    assert found.restarted
+    assert found.accepted == [9 / 12, 6 / 12]
+    assert found.accept_length == 1 + 15 / 12
+    assert found.phases["verify"].mean_ms == pytest.approx(10.0)
+    assert found.phases["verify"].forwards_per_s == 24.0
+    histogram = f"{_metrics.SPEC_PHASE_SECONDS.name}_sum"
+    assert between(f"{histogram} 2\n", f"{histogram} 1\n").restarted, "no counter went back, but a sum of times"
+
+
+def drafted(*by_position: tuple[int, int], passes: int) -> str:
+    """Metrics of a server that verified `passes`: by position, for how many it was drafted and how many accepted it."""
+    lines = [f"{_metrics.VERIFIED.name} {passes}"]
+    for position, (drafted, accepted) in enumerate(by_position, start=1):
+        lines.append(f'{_metrics.DRAFTED.name}{{position="{position}"}} {drafted}')
+        lines.append(f'{_metrics.ACCEPTED.name}{{position="{position}"}} {accepted}')
+    return "\n".join(lines) + "\n"
+
+
+def test_a_server_that_drafts_one_token() -> None:
+    found = figures(between(drafted((0, 0), passes=0), drafted((40, 30), passes=40)))
+    assert (found.accepted, found.accept_length) == ([0.75], 1.75)
+    shown = drawn(found, 100)
+    assert re.search(r"draft token 1 +75%", shown)
+    assert "draft token 2" not in shown
+
+
+def test_positions_that_are_drafted_now_and_then() -> None:
+    """--speculative-adaptive: 10 passes with 3 steps, then 90 with 1, and an interval with 1 step only."""
+    start = drafted((0, 0), passes=0)
+    once = drafted((100, 60), (10, 8), (10, 6), passes=100)
+    assert figures(between(start, once)).accepted == [0.6, 0.8, 0.6]
+    later = figures(between(once, drafted((150, 85), (10, 8), (10, 6), passes=150)))
+    assert later.accepted == [0.5, None, None]
+    assert later.accept_length == 1.5
+    assert re.search(r"draft token 2 +-", drawn(later, 100))
+
+
+def test_a_server_that_drafts_nothing_for_now_is_not_in_the_red() -> None:
+    once = drafted((100, 60), passes=100)
+    for first, last in ((once, drafted((100, 60), passes=150)), (drafted(passes=1), drafted(passes=9))):
+        found = figures(between(first, last))
+        assert (found.accept_length, found.accepted) == (1.0, [])
+        assert found.missing["accepted"] == "nothing was drafted in this interval"
+        assert "accept_length" not in found.missing
+    console = Console(width=100, force_terminal=True, color_system="standard", file=io.StringIO())
+    console.print(screen(found, "http://here", 100))
+    assert "\x1b[31m" not in console.file.getvalue()  # type: ignore[attr-defined]
+    poor = figures(between(drafted((0, 0), passes=0), drafted((100, 1), passes=100)))
+    console.print(screen(poor, "http://here", 100))
+    assert "\x1b[31m1.01" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_what_is_absent_is_none_and_said() -> None:

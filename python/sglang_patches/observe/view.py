@@ -116,7 +116,9 @@ def _load(found: Figures) -> Panel:
 
 def _acceptance(found: Figures) -> Panel:
     length = found.accept_length
-    style = "red" if found.accept_alarm or (length is not None and length < POOR_LENGTH) else "green"
+    # A server that adapts may plan to draft nothing: 1.00 is what it should be then.
+    poor = length is not None and length < POOR_LENGTH and bool(found.accepted)
+    style = "red" if found.accept_alarm or poor else "green"
     rows: list[tuple[str | Text, ...]] = [
         ("accept length", Text(number(length, 2), style=style if length is not None else ""), "this interval"),
         ("", number(found.accept_length_window, 2), "last passes"),

@@ -152,7 +152,8 @@ ACCEPT_LENGTH = Metric(
     "gauge",
     (),
     "tokens",
-    "Mean tokens accepted per request and verify pass since start, bonus token included.",
+    "Mean tokens accepted per request and verify pass since start, bonus token included, of requests that had not "
+    "finished.",
     "provenance",
     only="speculation",
 )
@@ -161,7 +162,17 @@ VERIFIED = Metric(
     "counter",
     (),
     "requests",
-    "Requests verified: one for each request of each verify pass.",
+    "Requests verified: one for each request of each verify pass, passes that drafted nothing included. Without the "
+    "pass that overlap scheduling runs for a request that has finished already.",
+    "provenance",
+    only="speculation",
+)
+DRAFTED = Metric(
+    "sglang_patches_spec_drafted_total",
+    "counter",
+    ("position",),
+    "requests",
+    "Verified requests for which this position was drafted; 1 is the first, in a tree its depth.",
     "provenance",
     only="speculation",
 )
@@ -224,12 +235,14 @@ ALLREDUCE = Metric(
     ("group", "path", "up_to_bytes", "when"),
     "calls",
     "All-reduces by group, by the path that upstream took and by size (a rank's bytes, rounded up to a power of two). "
-    "When captured: recorded into a CUDA graph, once, however often it is replayed; when eager: each call. Sums fused "
-    "with what follows, those of compiled code on a CPU and those that call NCCL directly are not seen.",
+    "When captured: recorded into a CUDA graph, once, however often it is replayed; when eager: each call; when "
+    "warm_up: each call before the end of the first decode step, so what runs before captures and, as a rule, the "
+    "prompt of the server's own first request. Sums fused with what follows, those of compiled code on a CPU and those "
+    "that call NCCL directly are not seen.",
     "pcie-nccl-allreduce",
     values={
         "path": ("ca", "pcie_ipc", "qr", "pymscclpp", "torch_symm_mem", "flashinfer", "pynccl", "torch", "shm"),
-        "when": ("eager", "captured"),
+        "when": ("eager", "captured", "warm_up"),
     },
     only="several ranks (--tp 2 or more)",
 )
@@ -249,6 +262,7 @@ ALL = (
     INFO,
     ACCEPT_LENGTH,
     VERIFIED,
+    DRAFTED,
     ACCEPTED,
     ACCEPT_LENGTH_WINDOW,
     ACCEPT_ALARM,
