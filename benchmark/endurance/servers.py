@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -151,8 +151,19 @@ class Tiny(AbstractContextManager["Tiny"]):
             time.sleep(0.1)
         time.sleep(0.2)
         left = [f"process {process.pid} {_name(process)}" for process in processes.alive(self.seen.values())]
-        left += [f"/dev/shm/{name}" for name in sorted(set(os.listdir("/dev/shm")) - self.shm)]
+        left += unclaimed({f"/dev/shm/{name}" for name in set(os.listdir("/dev/shm")) - self.shm}, self.seen.keys())
         return left + [f"{path}" for path in sorted(self.tmp.rglob("*")) if not path.is_dir()]
+
+
+def unclaimed(files: Iterable[str], ours: Collection[int]) -> list[str]:
+    """Those of `files`, sorted, that no process maps but `ours` (ids): other servers of this machine make some, too."""
+    left = set(files)
+    for maps in Path("/proc").glob("[0-9]*/maps") if left else ():
+        if int(maps.parent.name) not in ours:
+            with contextlib.suppress(OSError):  # gone meanwhile, or of another user
+                mapped = {line.split(maxsplit=5)[-1] for line in maps.read_text().splitlines() if "/dev/shm/" in line}
+                left -= mapped
+    return sorted(left)
 
 
 def _title(process: psutil.Process) -> str:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -35,6 +37,23 @@ def noise(samples: int, seed: int) -> np.ndarray:
     for at in range(1, samples):
         out[at] = 0.8 * out[at - 1] + drawn.normal(0, 2 * MIB)
     return out
+
+
+def test_a_file_in_shared_memory_is_left_behind_unless_another_process_maps_it() -> None:
+    name = f"/dev/shm/unclaimed-{os.getpid()}"
+    hold = "import mmap, sys; f = open(sys.argv[1], 'r+b'); held = mmap.mmap(f.fileno(), 8); print(flush=True); input()"
+    try:
+        Path(name).write_bytes(bytes(8))
+        assert servers.unclaimed([name], ()) == [name]
+        command = [sys.executable, "-S", "-c", hold, name]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+            assert other.stdout is not None
+            other.stdout.readline()
+            assert servers.unclaimed([name], ()) == []
+            assert servers.unclaimed([name], {other.pid}) == [name]
+            other.communicate(b"\n")
+    finally:
+        Path(name).unlink()
 
 
 @pytest.mark.parametrize(("leak", "verdict"), [(0, "flat"), (200, "grows"), (32, "undecided")])
