@@ -33,7 +33,9 @@ def labels_of(scrape: Scrape, name: str) -> set[str]:
 
 def test_every_expression_of_the_dashboard_finds_its_metrics_and_labels(seen: Between) -> None:
     # Not on every server: several ranks, patches that are off, upstream's options.
-    elsewhere = {_metrics.ALLREDUCE.name, _metrics.OEA_PASSES.name}
+    elsewhere = {
+        metric.name for metric in (_metrics.ALLREDUCE, _metrics.OEA_PASSES, _metrics.OEA_EXPERTS, _metrics.OEA_LAYERS)
+    }
     optional = {*promql.SCRAPED, *_metrics.OPTIONAL_LABELS}
     for expression in promql.expressions():
         for name, needed in promql.selectors(expression):

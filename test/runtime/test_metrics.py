@@ -399,3 +399,25 @@ def test_passes_of_oea_reach_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     oea_topk.counts.passes["verify", "graph", "applied"] += 4
     oea_topk.exports_counts(lambda self, value: None)(SimpleNamespace(labels=LABELS), value=True)
     assert values(_metrics.OEA_PASSES.name, "result") == {"applied": 4.0}
+
+
+def test_experts_of_oea_reach_metrics_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [10.0]
+    experts = oea_topk.Experts(clock=lambda: now[0])
+    monkeypatch.setattr(oea_topk, "experts", experts)
+    step = oea_topk.exports_counts(lambda self, value: None)
+    collector = SimpleNamespace(labels=LABELS)
+    step(collector, value=True)
+    assert _metrics.OEA_EXPERTS.name not in told()
+    place = experts.place(torch.device("cpu"), "verify", capturing=False)
+    assert place is not None
+    place += torch.tensor([30, 50, 11])
+    step(collector, value=True)
+    assert values(_metrics.OEA_EXPERTS.name, "set") == {"loaded": 30.0, "upstream": 50.0}
+    assert values(_metrics.OEA_LAYERS.name, "phase") == {"verify": 11.0}
+    place += torch.tensor([3, 5, 1])
+    step(collector, value=True)
+    assert values(_metrics.OEA_LAYERS.name, "phase") == {"verify": 11.0}
+    now[0] += 1.5
+    step(collector, value=True)
+    assert values(_metrics.OEA_EXPERTS.name, "set") == {"loaded": 33.0, "upstream": 55.0}

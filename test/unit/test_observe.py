@@ -158,6 +158,25 @@ def test_a_server_that_drafts_nothing_for_now_is_not_in_the_red() -> None:
     assert "\x1b[31m1.01" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
+def test_experts_that_oea_saves() -> None:
+    def oea(passes: int, loaded: int, upstreams: int, layers: int) -> str:
+        phase = 'phase="verify"'
+        return f"""
+{_metrics.OEA_PASSES.name}{{{phase},path="graph",result="applied"}} {passes}
+{_metrics.OEA_EXPERTS.name}{{{phase},set="loaded"}} {loaded}
+{_metrics.OEA_EXPERTS.name}{{{phase},set="upstream"}} {upstreams}
+{_metrics.OEA_LAYERS.name}{{{phase}}} {layers}
+"""
+
+    found = figures(between(oea(1, 100, 200, 10), oea(5, 412, 716, 110)))
+    assert (found.oea_experts, found.oea_upstream) == (3.12, 5.16)
+    assert re.search(r"experts a layer +3.1 +of 5.2 without the rule", drawn(found, 100))
+    idle = figures(between(oea(5, 1, 2, 1), oea(5, 1, 2, 1)))
+    assert (idle.oea_experts, idle.missing["oea_experts"]) == (None, "nothing counted in this interval")
+    line = f'{_metrics.OEA_PASSES.name}{{result="applied"}} 3\n'
+    assert "SGLANG_PATCHES_OEA_COUNT=on" in figures(between(line, line)).missing["oea_experts"]
+
+
 def test_what_is_absent_is_none_and_said() -> None:
     found = figures(between("", INFO))
     for name in ("output_tokens_per_s", "running", "kv_share", "accept_length", "accept_alarm", "oea", "allreduce"):

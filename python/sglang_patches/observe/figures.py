@@ -54,6 +54,8 @@ class Figures:
         accepted: by position, the share of the requests for which it was drafted whose draft token there was accepted;
             None where it was drafted for none; empty where nothing was.
         oea: passes per second, by result.
+        oea_experts: different experts a layer loads, mean over layers and passes; `oea_upstream`: would load without
+            the rule.
     """
 
     seconds: float
@@ -78,6 +80,8 @@ class Figures:
     phases: dict[str, Phase] = field(default_factory=dict)
     allreduce: list[AllReduce] = field(default_factory=list)
     oea: dict[str, float] = field(default_factory=dict)
+    oea_experts: float | None = None
+    oea_upstream: float | None = None
     missing: dict[str, str] = field(default_factory=dict)
 
 
@@ -89,10 +93,7 @@ def figures(seen: Between) -> Figures:
     _acceptance(found, seen)
     found.phases = {phase: _phase(found, seen, phase) for phase in PHASES}
     _allreduce(found, seen)
-    results = seen.counted(_metrics.OEA_PASSES.name, ("result",))
-    found.oea = {result: count / seen.seconds for (result,), count in sorted(results.items())}
-    if not results and _metrics.OEA_PASSES.patch in found.patches:
-        found.missing["oea"] = absent(_metrics.OEA_PASSES)
+    _oea(found, seen)
     return found
 
 
@@ -212,6 +213,18 @@ def _allreduce(found: Figures, seen: Between) -> None:
         found.allreduce.append(
             AllReduce(group, path, int(size), eager.get(key, 0.0) / seen.seconds, int(captured.get(key, 0.0)))
         )
+
+
+def _oea(found: Figures, seen: Between) -> None:
+    results = seen.counted(_metrics.OEA_PASSES.name, ("result",))
+    found.oea = {result: count / seen.seconds for (result,), count in sorted(results.items())}
+    experts = seen.counted(_metrics.OEA_EXPERTS.name, ("set",))
+    if layers := seen.counted(_metrics.OEA_LAYERS.name).get((), 0.0):
+        found.oea_experts, found.oea_upstream = (experts.get((name,), 0.0) / layers for name in ("loaded", "upstream"))
+    elif results:
+        found.missing["oea_experts"] = "nothing counted in this interval" if experts else absent(_metrics.OEA_EXPERTS)
+    if not results and _metrics.OEA_PASSES.patch in found.patches:
+        found.missing["oea"] = absent(_metrics.OEA_PASSES)
 
 
 def as_json(found: Figures) -> dict[str, Any]:

@@ -244,6 +244,18 @@ def rows() -> list[tuple[str, list[Panel]]]:
                     width=12,
                 ),
                 Panel(
+                    "oea-topk: experts a layer loads",
+                    "Mean over layers and passes: with the rule, and what upstream's top-k would have loaded.",
+                    (
+                        (
+                            f"{per_second(_metrics.OEA_EXPERTS.name, 'phase', 'set')}"
+                            f" / on (phase) group_left () {per_second(_metrics.OEA_LAYERS.name, 'phase')}",
+                            "{{phase}}: {{set}}",
+                        ),
+                    ),
+                    width=12,
+                ),
+                Panel(
                     "Code state",
                     "Patch set of each server.",
                     (

@@ -169,7 +169,10 @@ def _allreduce(found: Figures) -> RenderableType:
 
 
 def _oea(found: Figures) -> Panel:
-    return _panel("oea-topk", _grid((result, f"{rate:,.1f}/s", "passes") for result, rate in found.oea.items()))
+    rows: list[tuple[str | Text, ...]] = [(result, f"{rate:,.1f}/s", "passes") for result, rate in found.oea.items()]
+    if found.oea_experts is not None:
+        rows.append(("experts a layer", number(found.oea_experts), f"of {number(found.oea_upstream)} without the rule"))
+    return _panel("oea-topk", _grid(rows))
 
 
 def _missing(found: Figures) -> Text:

@@ -252,10 +252,33 @@ OEA_PASSES = Metric(
     ("phase", "path", "result"),
     "passes",
     "Decode and verify passes by whether their first MoE layer chose experts by the rule (applied), or why not. "
-    "Experts that were not loaded are not counted: only the GPU knows them.",
+    "Start-up's warm-up passes count as eager ones.",
     "oea-topk",
     values={"phase": ("decode", "verify"), "path": ("graph", "eager")},
     only="SGLANG_PATCHES_OEA_K0",
+)
+
+OEA_EXPERTS = Metric(
+    "sglang_patches_oea_experts_total",
+    "counter",
+    ("phase", "set"),
+    "experts",
+    "Different experts of a layer that a batch's tokens were routed to by the rule (loaded), and those that upstream's "
+    "top-k would have had (upstream), added up over layers and passes in which the rule held: the difference was "
+    "saved. A second behind.",
+    "oea-topk",
+    values={"phase": ("decode", "verify"), "set": ("loaded", "upstream")},
+    only="SGLANG_PATCHES_OEA_COUNT=on",
+)
+OEA_LAYERS = Metric(
+    "sglang_patches_oea_layers_total",
+    "counter",
+    ("phase",),
+    "layers",
+    "Layers of passes in which the rule held, as many as sglang_patches_oea_experts_total is the sum of.",
+    "oea-topk",
+    values={"phase": ("decode", "verify")},
+    only="SGLANG_PATCHES_OEA_COUNT=on",
 )
 
 ALL = (
@@ -270,6 +293,8 @@ ALL = (
     SPEC_PHASE_SECONDS,
     ALLREDUCE,
     OEA_PASSES,
+    OEA_EXPERTS,
+    OEA_LAYERS,
 )
 
 
