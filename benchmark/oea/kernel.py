@@ -3,7 +3,8 @@
     python -m benchmark.oea.kernel --out kernel.json        # well under a minute
 
 Compared with the reference on the same device: ids and counted experts must be equal, weights within 1e-5. One captured
-graph is replayed for every count of real rows. Timed inside graphs of 100 launches, beside upstream's own router for Kimi-K2.5's shape.
+graph is replayed for every count of real rows. Timed inside graphs of 100 launches, beside upstream's own router for
+Kimi-K2.5's shape.
 Exit code: 0 equal, 1 not, 2 no GPU.
 """
 

@@ -67,8 +67,9 @@ def test_figures_of_one_request_are_right(spec_server: Server, seen: Between) ->
     assert found.accept_length is not None
     passes = seen.counted(_metrics.VERIFIED.name)[()]
     assert TOKENS - 1 <= round(found.accept_length * passes) <= TOKENS + 4
-    assert len(found.accepted) == 3
-    assert found.accepted == sorted(found.accepted, reverse=True)
+    shares = [share for share in found.accepted if share is not None]
+    assert len(shares) == len(found.accepted) == 3
+    assert shares == sorted(shares, reverse=True)
     clock = "device" if torch.cuda.is_available() else "host"
     for phase in found.phases.values():
         assert phase.clock == clock

@@ -37,7 +37,8 @@ def test_the_kernel_compiles_for_gpus(
         "BLOCK_K": 8, "LOWEST": kernel._LOWEST, **changes,
     }  # fmt: skip
     types = {"logits": "*bf16", "bias": "*fp32", "real": "*i32", "out_weights": "*fp32", "out_ids": "*i32",
-             "counts": "*i64", "M": "i32", "stride": "i32", "p": "fp32", "scale": "fp32", "shared_weight": "fp32"}  # fmt: skip
+             "counts": "*i64", "M": "i32", "stride": "i32", "p": "fp32", "scale": "fp32",
+             "shared_weight": "fp32"}  # fmt: skip
     signature = types | dict.fromkeys(fixed, "constexpr")
     source = ASTSource(
         kernel._oea_kernel, signature, {(list(signature).index(name),): value for name, value in fixed.items()}
