@@ -39,21 +39,30 @@ def noise(samples: int, seed: int) -> np.ndarray:
     return out
 
 
-def test_a_file_in_shared_memory_is_left_behind_unless_another_process_maps_it() -> None:
-    name = f"/dev/shm/unclaimed-{os.getpid()}"
+def test_only_what_its_own_processes_mapped_is_left_behind_by_a_server(tmp_path: Path) -> None:
+    names = [f"/dev/shm/endurance-{os.getpid()}-{what}" for what in ("own", "others")]
     hold = "import mmap, sys; f = open(sys.argv[1], 'r+b'); held = mmap.mmap(f.fileno(), 8); print(flush=True); input()"
+    processes = []
     try:
-        Path(name).write_bytes(bytes(8))
-        assert servers.unclaimed([name], ()) == [name]
-        command = [sys.executable, "-S", "-c", hold, name]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-            assert other.stdout is not None
-            other.stdout.readline()
-            assert servers.unclaimed([name], ()) == []
-            assert servers.unclaimed([name], {other.pid}) == [name]
-            other.communicate(b"\n")
+        for name in names:
+            Path(name).write_bytes(bytes(8))
+            command = [sys.executable, "-S", "-c", hold, name]
+            processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+            assert processes[-1].stdout is not None
+            processes[-1].stdout.readline()
+        server = servers.Tiny(tmp_path / "log")
+        server.shm, server.process = set(), processes[0]
+        assert server.named(names[0]).pid == processes[0].pid
+        processes[0].kill()
+        assert server.leftovers(5) == [names[0]]
+        Path(names[0]).unlink()
+        assert server.leftovers(5) == []
     finally:
-        Path(name).unlink()
+        for process in processes:
+            process.kill()
+            process.communicate()
+        for name in names:
+            Path(name).unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize(("leak", "verdict"), [(0, "flat"), (200, "grows"), (32, "undecided")])
