@@ -310,6 +310,38 @@ def test_once_prints_and_the_key_is_sent_from_the_variable(server: Any, tmp_path
     assert CliRunner().invoke(top.app, ["--url", server.url, "--once"]).exit_code == 2
 
 
+def test_several_servers_have_a_line_each(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    other: Any = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+    other.asked, other.status, url = [], 200, f"http://127.0.0.1:{other.server_address[1]}"
+    # Started anew between the readings, with another patch set.
+    other.text = lambda turn: text(passes=1000 // turn**2, tokens=4000 // turn**2) + INFO.replace("abc", "def")
+    threading.Thread(target=other.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        nobody = f"http://127.0.0.1:{probe.getsockname()[1]}"
+        arguments = [word for each in (server.url, url, nobody, url) for word in ("--url", each)]
+        arguments += ["--once", "--interval", "0.2"]
+        monkeypatch.setenv("COLUMNS", "110")
+        run = CliRunner().invoke(top.app, arguments, env={"SGLANG_API_KEY": "secret"})
+        assert run.exit_code == 0, run.output
+        assert server.asked == other.asked == [("/metrics", "Bearer secret")] * 2
+        lines = [" ".join(line.split()) for line in run.output.splitlines()]
+        (mine,) = [line for line in lines if line.startswith(f"{server.url} ")]
+        assert re.fullmatch(rf"{server.url} [\d.]+ 3 - 10% 2\.30 10\.00 75%", mine)
+        assert f"{url}: the server was restarted" in lines
+        assert f"{nobody} - - - - - - -" in lines
+        assert any(line.startswith(f"{nobody}: no answer, asking again: {nobody}/metrics: [Errno") for line in lines)
+        assert f"patch sets differ: {server.url} abc, {url} def" in lines
+        told = json.loads(CliRunner().invoke(top.app, [*arguments, "--json"]).output)
+        assert list(told) == [server.url, url, nobody]
+        assert (told[server.url]["patch_set_id"], told[nobody]) == ("abc", None)
+        assert told[url]["restarted"]
+        none = CliRunner().invoke(top.app, ["--url", nobody, "--url", f"{nobody}/x", "--once"])
+        assert (none.exit_code, none.output.count("Connection refused")) == (2, 2)
+    other.shutdown()
+    other.server_close()
+
+
 def test_a_server_that_goes_away_and_comes_back_is_watched_on() -> None:
     answers: list[Scrape | PatchError] = [
         parse(text(), 0.0),
