@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ class Tiny(AbstractContextManager["Tiny"]):
         self.left: list[str] = []
 
     def __enter__(self) -> Tiny:
-        self.shm = set(os.listdir("/dev/shm"))
+        self.shm = set[str]()
         with self.log.open("wb") as out:  # what an earlier server wrote there must not be read as this one's
             self.process = subprocess.Popen(
                 self.command, cwd=REPO, env=self.environ, stdin=subprocess.DEVNULL, stdout=out,
@@ -89,6 +89,7 @@ class Tiny(AbstractContextManager["Tiny"]):
                 if httpx.get(f"{self.url}/ready", timeout=5).status_code == 200:
                     self.ready_s = time.monotonic() - self.started
                     self.parts = {process.pid: title for process in self.tree() if (title := _title(process))}
+                    self._look_at_shared_memory()
                     return
             time.sleep(0.5)
         raise PatchError(f"the server is not ready after {seconds:.0f} s\n{shown(self.log)}")
@@ -101,6 +102,7 @@ class Tiny(AbstractContextManager["Tiny"]):
 
     def named(self, title: str) -> psutil.Process:
         """Its process of this title, such as ``sglang::scheduler``. Raises PatchError if there is none."""
+        self._look_at_shared_memory()  # what is named may be killed next
         for process in self.tree():
             with contextlib.suppress(psutil.Error):
                 if any(title in word for word in process.cmdline()):
@@ -136,6 +138,7 @@ class Tiny(AbstractContextManager["Tiny"]):
     def end(self, how: signal.Signals = signal.SIGTERM) -> list[str]:
         """Ask it to end, wait, kill what is left; what it left behind, also in `left`. Can be called twice."""
         self.tree()
+        self._look_at_shared_memory()
         if self.process.poll() is None:
             self.process.send_signal(how)
         self.left = self.left or self.leftovers(STOP_S)
@@ -144,6 +147,10 @@ class Tiny(AbstractContextManager["Tiny"]):
         shutil.rmtree(self.tmp, ignore_errors=True)
         return self.left
 
+    def _look_at_shared_memory(self) -> None:
+        """Remember what its processes have mapped: of the files there, some are other servers'."""
+        self.shm |= mapped(process.pid for process in self.tree())
+
     def leftovers(self, seconds: float) -> list[str]:
         """Wait up to `seconds` for all its processes to end; what remains of them and of its files."""
         deadline = time.monotonic() + seconds
@@ -151,8 +158,18 @@ class Tiny(AbstractContextManager["Tiny"]):
             time.sleep(0.1)
         time.sleep(0.2)
         left = [f"process {process.pid} {_name(process)}" for process in processes.alive(self.seen.values())]
-        left += [f"/dev/shm/{name}" for name in sorted(set(os.listdir("/dev/shm")) - self.shm)]
+        left += sorted(name for name in self.shm if os.path.exists(name))
         return left + [f"{path}" for path in sorted(self.tmp.rglob("*")) if not path.is_dir()]
+
+
+def mapped(pids: Iterable[int]) -> set[str]:
+    """Files in ``/dev/shm`` that processes have mapped."""
+    found: set[str] = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):  # gone, or of another user
+            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+            found |= {line.split(maxsplit=5)[-1].removesuffix(" (deleted)") for line in lines if " /dev/shm/" in line}
+    return found
 
 
 def _title(process: psutil.Process) -> str:

@@ -2,8 +2,9 @@
 
     python -m benchmark.oea.kernel --out kernel.json        # well under a minute
 
-Compared with the reference on the same device: ids must be equal, weights within 1e-5. One captured graph is replayed
-for every count of real rows. Timed inside graphs of 100 launches, beside upstream's own router for Kimi-K2.5's shape.
+Compared with the reference on the same device: ids and counted experts must be equal, weights within 1e-5. One captured
+graph is replayed for every count of real rows. Timed inside graphs of 100 launches, beside upstream's own router for
+Kimi-K2.5's shape.
 Exit code: 0 equal, 1 not, 2 no GPU.
 """
 
@@ -23,6 +24,7 @@ import numpy as np
 import torch
 
 from sglang_patches.runtime.oea_topk import kernel, reference
+from sglang_patches.runtime.oea_topk.experts import Experts
 from sglang_patches.runtime.oea_topk.reference import Router
 from sglang_patches.runtime.oea_topk.settings import Rule
 
@@ -55,19 +57,39 @@ def check() -> list[str]:
     for rows, rule, dtype, ties in itertools.product(ROWS, RULES, (torch.float32, torch.bfloat16), (False, True)):
         logits, bias = inputs(rows, dtype, ties)
         real.fill_(rows)
-        kernel.choose(logits, bias, real, rule, ROUTER)  # compiles
+        counts, expected = (torch.zeros(3, dtype=torch.int64, device="cuda") for _ in range(2))
+        kernel.choose(logits, bias, real, rule, ROUTER, counts)  # compiles
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            captured = kernel.choose(logits, bias, real, rule, ROUTER)
+            captured = kernel.choose(logits, bias, real, rule, ROUTER, counts)
         for count in sorted({0, 1, rows // 2, rows}):
             real.fill_(count)
-            wanted = reference.choose(logits, bias, real[:1], rule, ROUTER)
+            counts.zero_()
+            expected.zero_()
+            wanted = reference.choose(logits, bias, real[:1], rule, ROUTER, expected)
             graph.replay()
-            eager = kernel.choose(logits, bias, real, rule, ROUTER)
+            eager = kernel.choose(logits, bias, real, rule, ROUTER, counts)
+            if not torch.equal(counts, 2 * expected):
+                wrong.append(
+                    f"counts {counts.tolist()} of twice {expected.tolist()}: {rows} rows, {count} real, {rule}"
+                )
             for way, got in (("graph", captured), ("eager", eager)):
                 if why := differs(got, wanted):
                     wrong.append(f"{why}: {way}, {rows} rows, {count} real, {dtype}, ties {ties}, {rule}")
-    return wrong
+    return wrong + read_back()
+
+
+def read_back() -> list[str]:
+    """What is wrong with the way of the counts to the host, which waits for nothing."""
+    experts = Experts()
+    place = experts.place(torch.device("cuda", torch.cuda.current_device()), "verify", capturing=False)
+    assert place is not None
+    place += torch.tensor([3, 5, 1], device="cuda")
+    experts._read()
+    torch.cuda.synchronize()
+    experts._read()
+    found = [*experts._known.values(), [list(told.values()) for told in experts.figures().values()]]
+    return [] if found == [[[0, 0, 0], [3, 5, 1]], [[3, 5, 1]]] else [f"counts read back as {found}"]
 
 
 def microseconds(call: Callable[[], Any]) -> float:
@@ -96,12 +118,15 @@ def times() -> list[dict[str, Any]]:
     for rows in ROWS:
         logits, bias = inputs(rows, torch.bfloat16, False)
         real = torch.full((4,), rows, dtype=torch.int32, device="cuda")
+        counts = torch.zeros(3, dtype=torch.int64, device="cuda")
 
         upstream = functools.partial(moe_fused_gate, logits, bias, topk=TOP_K, routed_scaling_factor=2.827)
         entry: dict[str, Any] = {"rows": rows, "upstream": microseconds(upstream)}
         for k0 in (2, 3, 4, 6):
             rule = Rule(k0=k0, least=1)
-            entry[f"k0={k0}"] = microseconds(functools.partial(kernel.choose, logits, bias, real, rule, ROUTER))
+            choose = functools.partial(kernel.choose, logits, bias, real, rule, ROUTER)
+            entry[f"k0={k0}"] = microseconds(choose)
+            entry[f"k0={k0}, counting"] = microseconds(functools.partial(choose, counts))
         told.append(entry)
     return told
 

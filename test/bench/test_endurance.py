@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -35,6 +37,32 @@ def noise(samples: int, seed: int) -> np.ndarray:
     for at in range(1, samples):
         out[at] = 0.8 * out[at - 1] + drawn.normal(0, 2 * MIB)
     return out
+
+
+def test_only_what_its_own_processes_mapped_is_left_behind_by_a_server(tmp_path: Path) -> None:
+    names = [f"/dev/shm/endurance-{os.getpid()}-{what}" for what in ("own", "others")]
+    hold = "import mmap, sys; f = open(sys.argv[1], 'r+b'); held = mmap.mmap(f.fileno(), 8); print(flush=True); input()"
+    processes = []
+    try:
+        for name in names:
+            Path(name).write_bytes(bytes(8))
+            command = [sys.executable, "-S", "-c", hold, name]
+            processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+            assert processes[-1].stdout is not None
+            processes[-1].stdout.readline()
+        server = servers.Tiny(tmp_path / "log")
+        server.shm, server.process = set(), processes[0]
+        assert server.named(names[0]).pid == processes[0].pid
+        processes[0].kill()
+        assert server.leftovers(5) == [names[0]]
+        Path(names[0]).unlink()
+        assert server.leftovers(5) == []
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+        for name in names:
+            Path(name).unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize(("leak", "verdict"), [(0, "flat"), (200, "grows"), (32, "undecided")])

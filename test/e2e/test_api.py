@@ -303,10 +303,10 @@ def test_server_info_tells_patch_set_and_accept_length(spec_server: Server, clie
     assert all(len(patch["sha256"]) == 64 for patch in after["patches"])
     assert {state["sglang_patches"]["patch_set_id"] for state in told["internal_states"]} == {after["patch_set_id"]}
     assert answer.usage is not None
-    # The first token comes from the prefill, all others from verify passes. The last pass may accept more than is kept,
-    # and on a GPU one more pass is under way when the request ends (overlap scheduling).
+    # The first token comes from the prefill, all others from verify passes. The last may accept 3 more than is kept.
+    # The one that is under way when the request ends (on a GPU, overlap scheduling) is not counted.
     accepted = after["accepted_tokens"] - before["accepted_tokens"]
-    assert answer.usage.completion_tokens - 1 <= accepted < answer.usage.completion_tokens + 8
+    assert answer.usage.completion_tokens - 1 <= accepted <= answer.usage.completion_tokens + 2
     assert after["verify_passes"] - before["verify_passes"] < accepted
     assert after["accept_length"] == after["accepted_tokens"] / after["verify_passes"]
     for patch in {"pcie-nccl-allreduce", "allreduce-fusion-gate"} & set(names):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -111,10 +112,12 @@ def main(out: Path) -> None:
     with torch.inference_mode():
         _, verify, decode = passes(target)
         for name, rule in RULES.items():
-            oea_topk.settings.rule = lambda rule=rule: rule  # type: ignore[misc, assignment]
-            before = oea_topk.counts.passes.copy()
+            counted = None if rule is None else replace(rule, count=True)
+            oea_topk.settings.rule = lambda rule=counted: rule  # type: ignore[misc, assignment]
+            before, oea_topk.experts = oea_topk.counts.passes.copy(), oea_topk.Experts()
             logits = {"verify": verify(), "decode": decode()}
-            found[name] = {"logits": logits, "passes": dict(oea_topk.counts.passes - before)}
+            passes_new = dict(oea_topk.counts.passes - before)
+            found[name] = {"logits": logits, "passes": passes_new, "experts": oea_topk.experts.figures()}
     outcome = _outcome.outcomes()["oea-topk"]
     oea_topk.settings.rule = lambda: RULES["one"]  # type: ignore[assignment]
     torch.save({"found": found, "outcome": outcome, "calls": calls()}, out)

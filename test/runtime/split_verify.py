@@ -99,7 +99,7 @@ def call(given: dict[str, Any], heads: int, **options: Any) -> torch.Tensor:
     )
     run.workspace.fill_(float("nan"))
     out = torch.full((batch * tokens, heads, width), float("nan"), dtype=given["q"].dtype)
-    hook = patch.Hook(run)
+    hook = patch.Hook(run, tokens)
     served = hook(
         given["q"],
         given["k_extend"],
@@ -118,7 +118,7 @@ def call(given: dict[str, Any], heads: int, **options: Any) -> torch.Tensor:
         options.get("v_scale", 1.0),
         given["scale"],
     )
-    assert served, (dict(patch.calls), _outcome.outcomes().get(patch.PATCH))
+    assert served, (patch.backends.figures(), _outcome.outcomes().get(patch.PATCH))
     return out
 
 
@@ -154,14 +154,14 @@ def backend() -> dict[Any, Any]:
         batch = drafts(target, "chain", [1, 133, 40], generator)
 
         def verify(name: str) -> None:
-            patch.calls.clear()
+            patch.backends.calls.clear()
             for layer in range(12):
                 runner.token_to_kv_pool.get_key_buffer(layer)[batch.out_cache_loc] = 0
             output = runner.forward(batch).logits_output
             found[name] = {
                 "logits": output.next_token_logits.clone(),
                 "hidden": output.hidden_states.clone(),
-                "calls": dict(patch.calls),
+                "calls": patch.backends.figures().get("calls"),
                 "outcome": _outcome.outcomes().get(patch.PATCH),
             }
 

@@ -9,6 +9,7 @@ from drafts import DRAFT, TARGET
 from sglang.srt.configs.model_config import ModelConfig
 
 from sglang_patches.runtime import _outcome
+from sglang_patches.runtime._verify_pass import VerifyPass
 from sglang_patches.runtime.kimi_k25_eagle3_delegation import DraftContractError, alarm, settings, startup
 
 
@@ -33,11 +34,10 @@ class Reporter:
         self.scheduler = SimpleNamespace(
             tp_worker=SimpleNamespace(model_runner=runner), server_args=SimpleNamespace(chat_template=None)
         )
-        self.passed_on: list[tuple[int, int, int]] = []
 
-    @alarm.watches_acceptance
-    def update_spec_metrics(self, bs: int, num_correct_drafts: int, num_accept_tokens: int) -> None:
-        self.passed_on.append((bs, num_correct_drafts, num_accept_tokens))
+    def verified(self, requests: int, drafts: int) -> None:
+        """A verify pass of so many running requests, in which so many draft tokens were accepted."""
+        alarm._seen(self, VerifyPass(3, (drafts, *[0] * (requests - 1)) if requests else (), requests + drafts))
 
 
 @pytest.fixture
@@ -73,12 +73,12 @@ def test_one_warning_when_passes_gain_nothing_for_long(
 ) -> None:
     with caplog.at_level("WARNING", logger="sglang_patches"):
         for _ in range(6):
-            reporter.update_spec_metrics(3, 0, 3)
+            reporter.verified(3, 0)
         for _ in range(6):
-            reporter.update_spec_metrics(3, 0, 3)
+            reporter.verified(3, 0)
         assert caplog.messages == []  # a full window, but 2.5 s of it
         for _ in range(40):
-            reporter.update_spec_metrics(3, 0, 3)
+            reporter.verified(3, 0)
     assert len(caplog.messages) == 1
     for part in (
         "mean accept length 1.00 over the last 21 verify passes, below 1.1 for 3 s of verifying",
@@ -91,7 +91,6 @@ def test_one_warning_when_passes_gain_nothing_for_long(
         "Warnings at start: a remark",
     ):
         assert part in caplog.messages[0]
-    assert reporter.passed_on[0] == (3, 0, 3)
     told = _outcome.outcomes()[startup.PATCH]
     assert (told["result"], told["accept_alarm"], told["accept_length_window"]) == ("failed", True, 1.0)
     assert told["warnings"] == ["a remark"]
@@ -104,7 +103,7 @@ def test_no_warning_where_a_batch_may_draft_nothing(
 
     runtime_context.get_spec().speculative_adaptive = True
     for _ in range(60):
-        reporter.update_spec_metrics(3, 0, 3)
+        reporter.verified(3, 0)
     assert "mean accept length" not in caplog.text
     told = _outcome.outcomes()[startup.PATCH]
     assert (told["accept_length_window"], told["accept_alarm"]) == (1.0, False)
@@ -113,7 +112,7 @@ def test_no_warning_where_a_batch_may_draft_nothing(
 def test_a_window_that_gains_is_left_alone(reporter: Reporter, caplog: pytest.LogCaptureFixture) -> None:
     for turn in range(400):
         correct = (turn % 10 == 0) * 4
-        reporter.update_spec_metrics(2, correct, 2 + correct)  # 1.2
+        reporter.verified(2, correct)  # 1.2
     assert "mean accept length" not in caplog.text
     told = _outcome.outcomes()[startup.PATCH]
     assert told["accept_length_window"] == pytest.approx(1.2)
@@ -122,12 +121,12 @@ def test_a_window_that_gains_is_left_alone(reporter: Reporter, caplog: pytest.Lo
 
 def test_the_window_forgets_what_is_long_ago(reporter: Reporter) -> None:
     for _ in range(50):
-        reporter.update_spec_metrics(1, 3, 4)
+        reporter.verified(1, 3)
     for _ in range(10):
-        reporter.update_spec_metrics(1, 0, 1)
+        reporter.verified(1, 0)
     assert alarm.window().mean == pytest.approx(2.5)
     for _ in range(10):
-        reporter.update_spec_metrics(1, 0, 1)
+        reporter.verified(1, 0)
     assert alarm.window().mean == 1.0
 
 
@@ -135,12 +134,12 @@ def test_a_burst_of_text_that_no_draft_foresees_is_no_alarm(
     reporter: Reporter, clock: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(4):  # 48 requests, 1.5 s below
-        reporter.update_spec_metrics(48, 0, 48)
+        reporter.verified(48, 0)
     clock[0] += 3600  # waiting for requests is not verifying: this counts as 1 s
-    reporter.update_spec_metrics(48, 0, 48)
-    reporter.update_spec_metrics(48, 96, 144)
+    reporter.verified(48, 0)
+    reporter.verified(48, 96)
     for _ in range(6):
-        reporter.update_spec_metrics(48, 0, 48)
+        reporter.verified(48, 0)
     assert "mean accept length" not in caplog.text
     assert not alarm.window().alarmed
 
@@ -152,7 +151,7 @@ def test_the_alarm_ends_when_the_mean_recovers_and_can_come_again(
     with caplog.at_level("WARNING", logger="sglang_patches"):
         for accepted in (1, 4, 1):
             for _ in range(30):
-                reporter.update_spec_metrics(4, 4 * (accepted - 1), 4 * accepted)
+                reporter.verified(4, 4 * (accepted - 1))
             told = _outcome.outcomes()[startup.PATCH]
             results.append((told["result"], told["accept_alarm"]))
     assert results == [("failed", True), ("applied", False), ("failed", True)]
@@ -166,13 +165,13 @@ def test_one_rank_of_a_group_tells(
 
     with get_parallel().override(attn_tp_rank=1, attn_cp_rank=0, tp_rank=1, pp_rank=0):
         for _ in range(30):
-            reporter.update_spec_metrics(4, 0, 4)
+            reporter.verified(4, 0)
         startup.warn("a remark")
         assert "mean accept length" not in caplog.text
         assert "a remark" not in caplog.text
     with get_parallel().override(attn_tp_rank=0, attn_cp_rank=0, tp_rank=0, pp_rank=0):
         for _ in range(30):
-            reporter.update_spec_metrics(4, 0, 4)
+            reporter.verified(4, 0)
         startup.warn("a remark")
     assert caplog.text.count("mean accept length") == 1
     assert caplog.text.count("a remark\n") == 1
@@ -183,16 +182,15 @@ def test_an_error_here_does_not_end_the_scheduler(
 ) -> None:
     del reporter.scheduler.tp_worker.model_runner
     for _ in range(30):
-        reporter.update_spec_metrics(4, 0, 4)
+        reporter.verified(4, 0)
     assert caplog.text.count("the accept length is no longer watched") == 1
     assert "AttributeError" in caplog.text
-    assert len(reporter.passed_on) == 30
     assert _outcome.outcomes()[startup.PATCH]["accept_watched"] is False
 
 
-def test_an_error_of_upstreams_is_not_hidden(reporter: Reporter) -> None:
-    with pytest.raises(TypeError):
-        reporter.update_spec_metrics(4, 0, 4, 5)  # type: ignore[call-arg]
+def test_a_pass_of_requests_that_have_all_finished_is_none(reporter: Reporter) -> None:
+    reporter.verified(0, 0)
+    assert alarm.window().passes == 0
 
 
 @pytest.mark.parametrize(

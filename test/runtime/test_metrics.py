@@ -19,7 +19,7 @@ from sglang.srt.speculative import eagle_worker_v2
 
 from sglang_patches import lane
 from sglang_patches.observe.scrape import Scrape, parse
-from sglang_patches.runtime import _metrics, oea_topk, provenance
+from sglang_patches.runtime import _metrics, oea_topk, pcie_nccl_allreduce, provenance
 from sglang_patches.runtime.eagle_verify_cuda_graph import counting, phase_times
 from sglang_patches.runtime.eagle_verify_cuda_graph.phase_times import DeviceClock, HostClock, PhaseTimes
 from sglang_patches.runtime.eagle_verify_cuda_graph.reasons import Phase
@@ -123,33 +123,89 @@ def test_an_error_of_a_patch_does_not_reach_upstreams_loop(caplog: pytest.LogCap
     ]
 
 
-def test_accepted_drafts_are_counted_by_position(monkeypatch: pytest.MonkeyPatch) -> None:
-    acceptance = provenance._Acceptance()
-    monkeypatch.setattr(provenance, "_acceptance", acceptance)
-    monkeypatch.setattr(provenance, "_draft_steps", lambda: 3)
-    # Upstream's own method, on what it reads of a verify pass of three requests: 2 drafts, none and 1 accepted.
+def verify(drafts: list[int], steps: int, *, gone: tuple[int, ...] = ()) -> list[list[int]]:
+    """Upstream's own method on what it reads of a verify pass: by request, so many draft tokens accepted of `steps`.
+
+    Args:
+        gone: requests that have finished (even places) or were retracted (odd ones).
+    """
     result = SimpleNamespace(
-        next_token_ids=torch.arange(12),
-        accept_lens=torch.tensor([3, 1, 2]),
+        next_token_ids=torch.arange(len(drafts) * (steps + 1)),
+        accept_lens=torch.tensor([count + 1 for count in drafts]),
         num_non_draft_tokens_per_req=1,
         block_accept_lens=None,
         cap_lens=None,
-        speculative_output_stride=4,
-        speculative_num_draft_tokens=4,  # the same, by its name in 0.5.17
+        speculative_output_stride=None,
+        speculative_num_draft_tokens=steps + 1,
     )
-    finished = SimpleNamespace(is_retracted=True)
-    nothing = SimpleNamespace(
-        snapshot_spec_decode_metrics=lambda *_: None, on_verify_complete_cpu=lambda *_, **__: None
+    reporter = SimpleNamespace(
+        snapshot_spec_decode_metrics=lambda *_: None,
+        current_scheduler_metrics_enabled=True,
+        metrics_collector=SimpleNamespace(labels=LABELS),
     )
     processor: Any = SimpleNamespace(
-        metrics_reporter=nothing, model_worker=nothing, advance_grammar_fsm=lambda *_: None
+        metrics_reporter=reporter,
+        model_worker=SimpleNamespace(on_verify_complete_cpu=lambda *_, **__: None),
+        advance_grammar_fsm=lambda *_: None,
     )
-    batch: Any = SimpleNamespace(reqs=[finished] * 3)
-    tokens = SchedulerBatchResultProcessor._resolve_spec_v2_tokens(processor, result, batch)  # type: ignore[arg-type]
-    assert tokens == [[0, 1, 2], [4], [8, 9]]
-    acceptance.export(LABELS)
+    batch: Any = SimpleNamespace(
+        reqs=[
+            SimpleNamespace(
+                is_retracted=at in gone and at % 2 == 1,
+                finished=lambda at=at: at in gone and at % 2 == 0,
+                grammar=None,
+                kv=SimpleNamespace(kv_committed_len=0),
+                kv_committed_len=0,  # the same in 0.5.17
+                spec_verify_ct=7,
+                spec_num_correct_drafts=0,
+                update_spec_correct_drafts_histogram=lambda drafts: None,
+            )
+            for at in range(len(drafts))
+        ]
+    )
+    return SchedulerBatchResultProcessor._resolve_spec_v2_tokens(processor, result, batch)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def acceptance(monkeypatch: pytest.MonkeyPatch) -> provenance._Acceptance:
+    fresh = provenance._Acceptance()
+    monkeypatch.setattr(provenance, "_acceptance", fresh)
+    return fresh
+
+
+def test_accepted_drafts_are_counted_by_position(acceptance: provenance._Acceptance) -> None:
+    assert verify([2, 0, 1], steps=3) == [[0, 1, 2], [4], [8, 9]]
     assert values(_metrics.ACCEPTED.name, "position") == {"1": 2.0, "2": 1.0, "3": 0.0}
+    assert values(_metrics.DRAFTED.name, "position") == {"1": 3.0, "2": 3.0, "3": 3.0}
     assert values(_metrics.VERIFIED.name, "tp_rank") == {"0": 3.0}
+
+
+def test_a_position_that_was_not_drafted_was_not_rejected(acceptance: provenance._Acceptance) -> None:
+    """--speculative-adaptive: 3 steps, then 1, then none."""
+    verify([3, 3], steps=3)
+    for _ in range(5):
+        verify([1, 0], steps=1)
+    verify([0, 0], steps=0)
+    assert values(_metrics.DRAFTED.name, "position") == {"1": 12.0, "2": 2.0, "3": 2.0}
+    assert values(_metrics.ACCEPTED.name, "position") == {"1": 7.0, "2": 2.0, "3": 2.0}
+    assert values(_metrics.VERIFIED.name, "tp_rank") == {"0": 14.0}
+    assert (acceptance.tokens, acceptance.passes) == (25, 14)
+
+
+def test_the_pass_after_a_request_has_finished_is_not_counted(acceptance: provenance._Acceptance) -> None:
+    verify([3, 3, 1, 2], steps=3, gone=(0, 1))
+    assert values(_metrics.VERIFIED.name, "tp_rank") == {"0": 2.0}
+    assert values(_metrics.ACCEPTED.name, "position") == {"1": 2.0, "2": 1.0, "3": 0.0}
+    assert (acceptance.tokens, acceptance.passes) == (5, 2)
+    verify([3, 3], steps=3, gone=(0, 1))
+    assert (acceptance.tokens, acceptance.passes) == (5, 2)
+
+
+def test_a_tree_has_the_depth_of_its_steps(acceptance: provenance._Acceptance, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = SimpleNamespace(speculative_eagle_topk=4, speculative_num_steps=2)
+    monkeypatch.setattr("sglang.srt.runtime_context.get_spec", lambda: spec)
+    verify([1], steps=7)  # 8 tokens
+    assert values(_metrics.DRAFTED.name, "position") == {"1": 1.0, "2": 1.0}
 
 
 class Event:
@@ -223,12 +279,65 @@ def test_upstreams_phases_are_timed_and_an_idle_one_is_not(monkeypatch: pytest.M
 
 @pytest.mark.parametrize(("size", "rounded"), [(0, 1), (1, 1), (2, 2), (3, 4), (14336, 16384), (16384, 16384)])
 def test_sizes_are_rounded_up_to_a_power_of_two(size: int, rounded: int) -> None:
-    assert paths.up_to(size) == rounded
+    assert 1 << paths.size_bits(size) == rounded
 
 
-def test_every_way_of_upstreams_all_reduce_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paths, "calls", type(paths.calls)())
-    monkeypatch.setattr(paths, "_exported", _metrics.Exported(_metrics.ALLREDUCE))
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> paths.Calls:
+    made = paths.Calls(wanted=True)
+    monkeypatch.setattr(paths, "calls", made)
+    return made
+
+
+TP: Any = SimpleNamespace(unique_name="tp:0")
+
+
+def test_all_reduces_before_the_first_decode_step_are_no_traffic(calls: paths.Calls) -> None:
+    tensor = torch.ones(4, 7168, dtype=torch.bfloat16)
+    for _ in range(7):  # before captures, tuning, and the prompt of the server's own request
+        paths.note_all_reduce("pynccl", TP, tensor)
+    calls.counts["tp:0", "ca", 16, True] += 61
+    decode_step()
+    assert values(_metrics.ALLREDUCE.name, "when") == {"warm_up": 7.0, "captured": 61.0}
+    paths.note_all_reduce("pynccl", TP, tensor)
+    paths.note_all_reduce("pynccl", TP, tensor[:3])  # another size of the same power of two
+    paths.note_all_reduce("torch", TP, tensor[:1])
+    for _ in range(2):
+        decode_step()
+    seen = {(labels["path"], labels["when"]): value for labels, value in told().series(_metrics.ALLREDUCE.name)}
+    assert seen == {
+        ("pynccl", "warm_up"): 7.0,
+        ("ca", "captured"): 61.0,
+        ("pynccl", "eager"): 2.0,
+        ("torch", "eager"): 1.0,
+    }
+    assert set(values(_metrics.ALLREDUCE.name, "up_to_bytes")) == {"65536", "16384"}
+    assert set(values(_metrics.ALLREDUCE.name, "group")) == {"tp"}
+
+
+def test_all_reduces_are_counted_only_where_the_server_has_metrics(
+    calls: paths.Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As upstream's context says when a group is made; nothing is asked, and nothing can raise, in a forward."""
+    context: dict[str, Any] = {}
+
+    def get_observability() -> Any:
+        return context["observability"]  # KeyError: not published in this process
+
+    monkeypatch.setattr("sglang.srt.runtime_context.get_observability", get_observability)
+    coordinator: Any = SimpleNamespace(world_size=1, unique_name="tp:0", pcie_ipc_comm=None)
+    monkeypatch.setattr(lane.here(), "pcie_ipc_allreduce", lambda *_: False)
+    for published, counted in ((None, 0), (False, 0), (True, 1)):
+        if published is not None:
+            context["observability"] = SimpleNamespace(enable_metrics=published)
+        pcie_nccl_allreduce.after_communicators(coordinator, "tp")
+        context.clear()
+        paths.note_all_reduce("torch", TP, torch.ones(3))
+        assert calls.counts.total() == counted
+
+
+def test_every_way_of_upstreams_all_reduce_is_noted(calls: paths.Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode_step()  # none before it
     summed: list[str] = []
 
     class Comm:
@@ -290,3 +399,25 @@ def test_passes_of_oea_reach_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     oea_topk.counts.passes["verify", "graph", "applied"] += 4
     oea_topk.exports_counts(lambda self, value: None)(SimpleNamespace(labels=LABELS), value=True)
     assert values(_metrics.OEA_PASSES.name, "result") == {"applied": 4.0}
+
+
+def test_experts_of_oea_reach_metrics_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [10.0]
+    experts = oea_topk.Experts(clock=lambda: now[0])
+    monkeypatch.setattr(oea_topk, "experts", experts)
+    step = oea_topk.exports_counts(lambda self, value: None)
+    collector = SimpleNamespace(labels=LABELS)
+    step(collector, value=True)
+    assert _metrics.OEA_EXPERTS.name not in told()
+    place = experts.place(torch.device("cpu"), "verify", capturing=False)
+    assert place is not None
+    place += torch.tensor([30, 50, 11])
+    step(collector, value=True)
+    assert values(_metrics.OEA_EXPERTS.name, "set") == {"loaded": 30.0, "upstream": 50.0}
+    assert values(_metrics.OEA_LAYERS.name, "phase") == {"verify": 11.0}
+    place += torch.tensor([3, 5, 1])
+    step(collector, value=True)
+    assert values(_metrics.OEA_LAYERS.name, "phase") == {"verify": 11.0}
+    now[0] += 1.5
+    step(collector, value=True)
+    assert values(_metrics.OEA_EXPERTS.name, "set") == {"loaded": 33.0, "upstream": 55.0}

@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,12 +43,10 @@ KIMI_ON_H200 = gate.Facts(
 
 
 @pytest.fixture(autouse=True)
-def nothing_recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def nothing_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_outcome, "_recorded", {})
     monkeypatch.setattr(_outcome, "_suppliers", {})
-    patch.calls.clear()
-    yield
-    patch.calls.clear()
+    monkeypatch.setattr(patch, "backends", patch.Backends())
 
 
 def written(part: str, folder: Path) -> Any:
@@ -245,27 +243,92 @@ def test_which_calls_split_and_the_rest_is_counted(changes: dict[str, Any], reas
     if given["v_buffer"] is None:
         given["v_buffer"] = given["k_buffer"][..., :512]
     run = Run()
-    assert patch.Hook(run)(**given) is (reason is None)
+    assert patch.Hook(run, 4)(**given) is (reason is None)
     assert run.ran == (reason is None)
-    assert patch.calls == {"split_kv" if reason is None else f"extend:{reason}": 1}
+    assert patch.backends.figures()["calls"] == {"split_kv" if reason is None else f"extend:{reason}": 1}
 
 
 def test_a_batch_that_the_workspace_does_not_hold_goes_to_upstream() -> None:
     run = Run(room=False)
-    assert patch.Hook(run)(**verify_call()) is False
-    assert (run.ran, patch.calls) == (0, {"extend:workspace": 1})
+    assert patch.Hook(run, 4)(**verify_call()) is False
+    assert (run.ran, patch.backends.figures()["calls"]) == (0, {"extend:workspace": 1})
 
 
 def test_a_kernel_that_fails_leaves_verify_to_upstream_from_then_on() -> None:
     run = Run(error=RuntimeError("out of resource: shared memory"))
-    hook = patch.Hook(run)
+    hook = patch.Hook(run, 4)
     assert hook(**verify_call()) is False
     run.error = None
     assert hook(**verify_call()) is False
-    assert (run.ran, patch.calls) == (1, {"extend:failed": 2})
+    assert (run.ran, patch.backends.figures()["calls"]) == (1, {"extend:failed": 2})
     told = _outcome.outcomes()[patch.PATCH]
     assert told["result"] == "failed"
     assert "out of resource: shared memory" in told["detail"]
+
+
+class Runner:
+    """As much of upstream's model runner as is read where a target's backend is made, and the backend itself."""
+
+    is_draft_worker, skip_prefill = False, False
+    device, gpu_id, dtype, kv_cache_dtype = "meta", 0, BF16, BF16
+    model_config = SimpleNamespace(kv_lora_rank=512, qk_rope_head_dim=64)
+    spec_algorithm = SimpleNamespace(name="EAGLE3", is_none=lambda: False)
+    req_to_token_pool = SimpleNamespace(size=8)
+    topk, use_mla, dcp_size, enable_deterministic, num_head, device_core_count = 1, True, 1, False, 8, 132
+
+    def __init__(self, tokens: int) -> None:
+        self.num_draft_tokens = tokens
+        self.use_verify_shared_kv = self.use_verify_splitkv = False
+        self.verify_shared_kv_fwd: Any = None
+
+
+def adaptive(*tokens: int) -> list[Runner]:
+    """The target's backends of a server that adapts, in the order upstream makes them: that of the start is first."""
+    made = [Runner(count) for count in tokens]
+    for backend in made:
+        patch.fills_verify_hook(lambda self, model_runner: None)(backend, backend)
+    return made
+
+
+def test_backends_of_a_server_that_adapts_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 3 steps at first, then 0, which verifies nothing, and 1."""
+    monkeypatch.setattr(gate, "capability", lambda model_runner: (9, 0))
+    backends = adaptive(4, 1, 2)
+    assert [backend.use_verify_shared_kv for backend in backends] == [True, False, True]
+    told = _outcome.outcomes()[patch.PATCH]
+    assert told["result"] == "applied"
+    assert told["detail"] == (
+        "1 draft tokens: 1 draft tokens; 2 to 16 are supported; 2 draft tokens: verify splits the context; "
+        "4 draft tokens: verify splits the context"
+    )
+    each = told["by_draft_tokens"]
+    assert [each[tokens].get("rows") for tokens in ("1", "2", "4")] == [None, 16, 32]
+    assert (each["1"]["result"], each["1"]["reason"]) == ("not needed", "draft_tokens")
+    assert "rows" not in told, "the figures of one backend are not those of another"
+
+    # Each counts its own calls, and the failure of one is not hidden by another that works.
+    broken, works = (patch.Hook(Run(error=error), tokens) for error, tokens in ((RuntimeError("x"), 2), (None, 4)))
+    broken.run.fits = lambda *_: True
+    assert works(**verify_call()) is True
+    for _ in range(2):
+        assert broken(**verify_call()) is False
+    assert works(**verify_call()) is True
+    told = _outcome.outcomes()[patch.PATCH]
+    assert told["calls"] == {"extend:failed": 2, "split_kv": 2}
+    assert {tokens: entry["calls"] for tokens, entry in told["by_draft_tokens"].items()} == {
+        "1": {},
+        "2": {"extend:failed": 2},
+        "4": {"split_kv": 2},
+    }
+    assert told["result"] == told["by_draft_tokens"]["2"]["result"] == "failed"
+    adaptive(2)
+    assert _outcome.outcomes()[patch.PATCH]["result"] == "failed", "as many draft tokens, a backend made later"
+
+
+def test_one_backend_is_told_as_before() -> None:
+    adaptive(4)
+    told = _outcome.outcomes()[patch.PATCH]
+    assert told == {"result": "not needed", "detail": "no NVIDIA GPU; SM 80 is needed", "reason": "device"}
 
 
 def test_splits_follow_from_batch_and_gpu() -> None:

@@ -55,7 +55,8 @@ def cases(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor | None, int, Rule
 @given(cases())
 def test_the_reference_is_the_paper(case: tuple[torch.Tensor, torch.Tensor | None, int, Rule, Router]) -> None:
     logits, bias, real, rule, router = case
-    weights, ids = reference.choose(logits, bias, torch.tensor(real, dtype=torch.int32), rule, router)
+    counts = torch.tensor([100, 200, 300])
+    weights, ids = reference.choose(logits, bias, torch.tensor(real, dtype=torch.int32), rule, router, counts)
     experts, top_k = logits.shape[1], router.top_k
     assert weights.dtype == torch.float32
     assert ids.dtype == torch.int32
@@ -72,6 +73,11 @@ def test_the_reference_is_the_paper(case: tuple[torch.Tensor, torch.Tensor | Non
         assert weights[row, top_k:].tolist() == pytest.approx([0.354] * router.shared)
     loaded = set(ids[:, :top_k].flatten().tolist())
     assert loaded == union if len(union) >= top_k else union < loaded and len(loaded) == top_k
+    added = [0, 0, 0]
+    if rule.least <= real <= rule.most:
+        alone = naive(logits, bias, real, replace(rule, least=1000), router)  # never holds: their own top-k
+        added = [len(loaded), len({expert for slots in alone[:real] for expert, _ in slots}), 1]
+    assert counts.tolist() == [100 + added[0], 200 + added[1], 300 + added[2]]
 
 
 @settings(max_examples=60, deadline=None)
@@ -195,6 +201,38 @@ def test_upstreams_count_of_real_rows_is_taken(with_rule: Any) -> None:
     assert torch.equal(ids, reference.choose(logits, config.correction_bias, torch.tensor(3), rule, Router(4))[1])
     (_, alone), _ = select(config, 6)
     assert not torch.equal(ids[:3], alone[:3])
+
+
+def test_experts_are_counted_where_asked_for_and_told(with_rule: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(oea_topk, "experts", oea_topk.Experts())
+    with_rule(Rule(k0=1))
+    config = layer().topk_config
+    select(config, 6)
+    assert "experts" not in oea_topk._outcome.outcomes()["oea-topk"]
+    with_rule(Rule(k0=1, count=True))
+    for tokens, mode in ((6, ForwardMode.DECODE), (8, ForwardMode.TARGET_VERIFY), (8, ForwardMode.TARGET_VERIFY)):
+        (_, ids), logits = select(config, tokens, mode)
+    select(config, 65)
+    told = oea_topk._outcome.outcomes()["oea-topk"]["experts"]
+    loaded = len(set(ids.flatten().tolist()))
+    upstreams = (logits.sigmoid() + config.correction_bias).topk(4).indices
+    assert told["verify"] == {"loaded": 2 * loaded, "upstream": 2 * len(set(upstreams.flatten().tolist())), "layers": 2}
+    assert told["verify"]["loaded"] < told["verify"]["upstream"]
+    assert told["decode"]["layers"] == 1
+
+
+def test_places_of_counts_are_not_made_while_a_graph_is_captured() -> None:
+    experts, cpu = oea_topk.Experts(), torch.device("cpu")
+    assert experts.place(cpu, "verify", capturing=True) is None
+    place = experts.place(cpu, "verify", capturing=False)
+    assert place is experts.place(cpu, "verify", capturing=True)
+    assert place is not None
+    place += torch.tensor([30, 40, 9])  # forwards before captures
+    experts.begin()
+    assert experts.figures() == {}
+    place += torch.tensor([3, 4, 1])
+    experts.begin()
+    assert experts.figures() == {"verify": {"loaded": 3, "upstream": 4, "layers": 1}}
 
 
 UNTOUCHED: list[tuple[dict[str, Any], dict[str, Any], str]] = [

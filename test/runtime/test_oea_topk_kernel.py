@@ -24,7 +24,7 @@ def test_the_kernel_is_the_reference_and_upstreams_router() -> None:
 
 @pytest.mark.parametrize(
     ("capability", "changes"),
-    [(90, {}), (120, {"HAS_P": True, "RANK_CAP": 24, "SHARED": 1, "BLOCK_K": 16, "RENORMALIZE": False})],
+    [(90, {}), (120, {"HAS_P": True, "RANK_CAP": 24, "SHARED": 1, "BLOCK_K": 16, "RENORMALIZE": False, "COUNT": True})],
 )
 def test_the_kernel_compiles_for_gpus(
     capability: int, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -33,11 +33,12 @@ def test_the_kernel_compiles_for_gpus(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     fixed: dict[str, Any] = {
         "N": 384, "K": 8, "K0": 4, "K_MAX": 8, "RANK_CAP": 0, "LEAST": 2, "MOST": 64, "SHARED": 0, "SOFTMAX": False,
-        "HAS_BIAS": True, "HAS_P": False, "RENORMALIZE": True, "BLOCK_M": 4, "BLOCK_N": 512, "BLOCK_K": 8,
-        "LOWEST": kernel._LOWEST, **changes,
+        "HAS_BIAS": True, "HAS_P": False, "RENORMALIZE": True, "COUNT": False, "BLOCK_M": 4, "BLOCK_N": 512,
+        "BLOCK_K": 8, "LOWEST": kernel._LOWEST, **changes,
     }  # fmt: skip
-    types = {"logits": "*bf16", "bias": "*fp32", "real": "*i32", "out_weights": "*fp32", "out_ids": "*i32", "M": "i32",
-             "stride": "i32", "p": "fp32", "scale": "fp32", "shared_weight": "fp32"}  # fmt: skip
+    types = {"logits": "*bf16", "bias": "*fp32", "real": "*i32", "out_weights": "*fp32", "out_ids": "*i32",
+             "counts": "*i64", "M": "i32", "stride": "i32", "p": "fp32", "scale": "fp32",
+             "shared_weight": "fp32"}  # fmt: skip
     signature = types | dict.fromkeys(fixed, "constexpr")
     source = ASTSource(
         kernel._oea_kernel, signature, {(list(signature).index(name),): value for name, value in fixed.items()}

@@ -41,6 +41,7 @@ class Reference:
     def __init__(self) -> None:
         self.model = load_text_model(HERE.parent / "models/tiny-kimi")
         self.rule: Rule | None = None
+        self.loaded = self.upstream = self.layers = 0
         for layer in self.model.model.layers:
             if hasattr(layer.mlp, "gate"):
                 layer.mlp.gate.register_forward_hook(self.route)
@@ -50,8 +51,12 @@ class Reference:
             return output
         logits, weights, ids = output
         router = Router(2, scale=gate.routed_scaling_factor)
+        self.upstream += len(set(ids.flatten().tolist()))
         weights, ids = torch.zeros_like(weights), torch.zeros_like(ids)
-        for row, slots in enumerate(naive(logits, gate.e_score_correction_bias, len(logits), self.rule, router)):
+        chosen = naive(logits, gate.e_score_correction_bias, len(logits), self.rule, router)
+        self.loaded += max(2, len({expert for slots in chosen for expert, _ in slots}))
+        self.layers += 1
+        for row, slots in enumerate(chosen):
             for slot, (expert, weight) in enumerate(slots):
                 ids[row, slot], weights[row, slot] = expert, weight
         return logits, weights, ids
@@ -62,6 +67,7 @@ class Reference:
         self.rule, cache = None, DynamicCache(config=self.model.config)
         self.model(torch.tensor([text(1, PREFIX), text(2, PREFIX)]), past_key_values=cache, use_cache=True)
         self.rule = rule
+        self.loaded = self.upstream = self.layers = 0
         drafts = torch.tensor([text(11, WIDTH)[:width], text(12, WIDTH)[:width]])
         return self.model(drafts, past_key_values=cache, use_cache=True).logits.flatten(0, 1)
 
@@ -76,6 +82,14 @@ def test_logits_are_transformers_with_the_rule(served: Any, reference: Reference
     for phase, width in (("verify", WIDTH), ("decode", 1)):
         got = served["found"][name]["logits"][phase]
         torch.testing.assert_close(got, reference.logits(RULES[name], width), atol=2e-4, rtol=0)
+        told = served["found"][name]["experts"].get(phase)
+        if served["found"][name]["passes"].get((phase, "eager", "applied")):
+            experts = {"loaded": reference.loaded, "upstream": reference.upstream, "layers": MOE_LAYERS}
+            assert told == experts
+            assert reference.layers == MOE_LAYERS
+            assert phase == "decode" or reference.loaded < reference.upstream
+        else:
+            assert told is None
 
 
 def test_what_leaves_upstreams_choice_leaves_its_very_bits(served: Any) -> None:

@@ -17,6 +17,8 @@ from sglang_patches.runtime.oea_topk.settings import BadSetting, Rule, read
             Rule(2, 6, 32, 0.9, 4, 16, ("verify",)),
         ),
         ({"K0": "1", "PHASES": " verify, decode"}, Rule(k0=1)),
+        ({"K0": "1", "COUNT": "on"}, Rule(k0=1, count=True)),
+        ({"K0": "1", "COUNT": "off"}, Rule(k0=1)),
     ],
 )
 def test_settings(variables: dict[str, str], wanted: Rule | None) -> None:
@@ -39,6 +41,8 @@ def test_settings(variables: dict[str, str], wanted: Rule | None) -> None:
         ({"K0": "4", "TOKENS": "2-65"}, "between 1 and 64"),
         ({"K0": "4", "PHASES": "prefill"}, "OEA_PHASES='prefill'"),
         ({"K0": "4", "PHASES": ""}, "OEA_PHASES=''"),
+        ({"K0": "4", "COUNT": "1"}, "OEA_COUNT='1': wanted on or off"),
+        ({"COUNT": "on"}, "OEA_COUNT without SGLANG_PATCHES_OEA_K0"),
         ({"P": "0.5"}, "OEA_P without SGLANG_PATCHES_OEA_K0"),
         ({"K0": "4", "KMAX": "5"}, "OEA_KMAX: not known"),
     ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import subprocess
 import sys
@@ -13,11 +12,10 @@ import lane_table
 import pytest
 from prometheus_client import generate_latest
 from ranks import free_port
-from sglang.srt.managers.scheduler_components.metrics_reporter import SchedulerMetricsReporter
 
-from sglang_patches import lane
 from sglang_patches.provenance import code_state
 from sglang_patches.runtime import _outcome, provenance
+from sglang_patches.runtime._verify_pass import VerifyPass
 
 MINE = code_state()["id"]
 
@@ -64,38 +62,18 @@ def test_reports_that_upstream_drops_are_kept_by_controller() -> None:
         provenance.controller_info(provenance.kept_reports(one))
 
 
-def test_upstream_counts_acceptance_with_the_arguments_we_read() -> None:
-    names = list(inspect.signature(SchedulerMetricsReporter.update_spec_metrics).parameters)
-    assert names[:3] == ["self", "bs", "num_correct_drafts"]
-    values = {"bs": 2, "num_correct_drafts": 3, "num_accept_tokens": 5}
-    given = {name: values.get(name, 0) for name in names[1:]}
-    assert lane.here().accepted_tokens(**given) == 5
-
-
-class Reporter:
-    """Stands where upstream's reporter does; a real one needs a scheduler with a loaded model."""
-
-    current_scheduler_metrics_enabled = False
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[int, int, int, int]] = []
-
-    @provenance.count_acceptance
-    def update_spec_metrics(
-        self, bs: int, num_correct_drafts: int, num_accept_tokens: int, num_block_accept_tokens: int = 0
-    ) -> None:
-        self.seen.append((bs, num_correct_drafts, num_accept_tokens, num_block_accept_tokens))
+def pass_of(*drafts: int, steps: int = 3) -> VerifyPass:
+    return VerifyPass(steps, drafts, sum(drafts) + len(drafts))
 
 
 def test_accept_length_counts_every_verify_pass_at_once() -> None:
     before: dict[str, Any] = {}
     provenance.add_scheduler_state(before)
-    reporter = Reporter()
-    reporter.update_spec_metrics(2, 3, 5, num_block_accept_tokens=7)
-    reporter.update_spec_metrics(bs=1, num_correct_drafts=3, num_accept_tokens=4)
+    reporter = SimpleNamespace(current_scheduler_metrics_enabled=False)
+    for seen in (pass_of(1, 2), pass_of(3), pass_of()):
+        provenance._count(reporter, seen)
     after: dict[str, Any] = {}
     provenance.add_scheduler_state(after)
-    assert reporter.seen == [(2, 3, 5, 7), (1, 3, 4, 0)]
     counts = {key: after["sglang_patches"][key] - before["sglang_patches"][key] for key in _COUNTS}
     assert counts == {"accepted_tokens": 9, "verify_passes": 3}
 
@@ -103,17 +81,14 @@ def test_accept_length_counts_every_verify_pass_at_once() -> None:
 _COUNTS = ("accepted_tokens", "verify_passes")
 
 
-def test_a_metric_that_cannot_be_made_does_not_end_the_scheduler(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(provenance, "_draft_steps", lambda: 3)
-    reporter: Any = Reporter()
-    reporter.current_scheduler_metrics_enabled = True
-    # As by --extra-metric-labels '{"position": "rack3"}'.
-    reporter.metrics_collector = SimpleNamespace(labels={"model_name": "x", "position": "rack3"})
+def test_a_metric_that_cannot_be_made_does_not_end_the_scheduler(caplog: pytest.LogCaptureFixture) -> None:
+    reporter = SimpleNamespace(
+        current_scheduler_metrics_enabled=True,
+        # As by --extra-metric-labels '{"position": "rack3"}'.
+        metrics_collector=SimpleNamespace(labels={"model_name": "x", "position": "rack3"}),
+    )
     for _ in range(3):
-        reporter.update_spec_metrics(2, 3, 5)
-    assert len(reporter.seen) == 3
+        provenance._count(reporter, pass_of(2, 1))
     said = [record.message for record in caplog.records if "not up to date" in record.message]
     assert said == ["sglang-patches: provenance: its metrics are not up to date, by an error"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import pty
@@ -46,6 +47,8 @@ def text(passes: int = 10, tokens: int = 100, rank: int = 0, replica: int = 0) -
 {upstream.TOKEN_USAGE}{{{own}}} 0.{replica + 1}
 {upstream.KV_MAX}{{{own}}} 1000
 {_metrics.VERIFIED.name}{{{own}}} {passes}
+{_metrics.DRAFTED.name}{{{own},position="1"}} {passes}
+{_metrics.DRAFTED.name}{{{own},position="2"}} {passes}
 {_metrics.ACCEPTED.name}{{{own},position="1"}} {passes * 3 // 4}
 {_metrics.ACCEPTED.name}{{{own},position="2"}} {passes // 2}
 {_metrics.SPEC_FORWARD.name}{{{own},phase="verify",path="graph",reason="padded"}} {passes * 3}
@@ -97,6 +100,81 @@ def test_a_counter_that_went_back_began_at_zero() -> None:
     assert found.restarted
     assert found.output_tokens_per_s == 20.0
     assert found.accept_length == 1 + 25 / 20
+
+
+def test_no_share_is_more_than_all_where_a_server_started_anew() -> None:
+    """Some counters have come further since than they were before, others have not."""
+    before = text(passes=10, tokens=5000).replace('position="1"} 7', 'position="1"} 10')
+    found = figures(between(before, text(passes=12, tokens=40)))
+    assert found.restarted
+    assert found.accepted == [9 / 12, 6 / 12]
+    assert found.accept_length == 1 + 15 / 12
+    assert found.phases["verify"].mean_ms == pytest.approx(10.0)
+    assert found.phases["verify"].forwards_per_s == 24.0
+    histogram = f"{_metrics.SPEC_PHASE_SECONDS.name}_sum"
+    assert between(f"{histogram} 2\n", f"{histogram} 1\n").restarted, "no counter went back, but a sum of times"
+
+
+def drafted(*by_position: tuple[int, int], passes: int) -> str:
+    """Metrics of a server that verified `passes`: by position, for how many it was drafted and how many accepted it."""
+    lines = [f"{_metrics.VERIFIED.name} {passes}"]
+    for position, (drafted, accepted) in enumerate(by_position, start=1):
+        lines.append(f'{_metrics.DRAFTED.name}{{position="{position}"}} {drafted}')
+        lines.append(f'{_metrics.ACCEPTED.name}{{position="{position}"}} {accepted}')
+    return "\n".join(lines) + "\n"
+
+
+def test_a_server_that_drafts_one_token() -> None:
+    found = figures(between(drafted((0, 0), passes=0), drafted((40, 30), passes=40)))
+    assert (found.accepted, found.accept_length) == ([0.75], 1.75)
+    shown = drawn(found, 100)
+    assert re.search(r"draft token 1 +75%", shown)
+    assert "draft token 2" not in shown
+
+
+def test_positions_that_are_drafted_now_and_then() -> None:
+    """--speculative-adaptive: 10 passes with 3 steps, then 90 with 1, and an interval with 1 step only."""
+    start = drafted((0, 0), passes=0)
+    once = drafted((100, 60), (10, 8), (10, 6), passes=100)
+    assert figures(between(start, once)).accepted == [0.6, 0.8, 0.6]
+    later = figures(between(once, drafted((150, 85), (10, 8), (10, 6), passes=150)))
+    assert later.accepted == [0.5, None, None]
+    assert later.accept_length == 1.5
+    assert re.search(r"draft token 2 +-", drawn(later, 100))
+
+
+def test_a_server_that_drafts_nothing_for_now_is_not_in_the_red() -> None:
+    once = drafted((100, 60), passes=100)
+    for first, last in ((once, drafted((100, 60), passes=150)), (drafted(passes=1), drafted(passes=9))):
+        found = figures(between(first, last))
+        assert (found.accept_length, found.accepted) == (1.0, [])
+        assert found.missing["accepted"] == "nothing was drafted in this interval"
+        assert "accept_length" not in found.missing
+    console = Console(width=100, force_terminal=True, color_system="standard", file=io.StringIO())
+    console.print(screen(found, "http://here", 100))
+    assert "\x1b[31m" not in console.file.getvalue()  # type: ignore[attr-defined]
+    poor = figures(between(drafted((0, 0), passes=0), drafted((100, 1), passes=100)))
+    console.print(screen(poor, "http://here", 100))
+    assert "\x1b[31m1.01" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_experts_that_oea_saves() -> None:
+    def oea(passes: int, loaded: int, upstreams: int, layers: int) -> str:
+        phase = 'phase="verify"'
+        return f"""
+{_metrics.OEA_PASSES.name}{{{phase},path="graph",result="applied"}} {passes}
+{_metrics.OEA_EXPERTS.name}{{{phase},set="loaded"}} {loaded}
+{_metrics.OEA_EXPERTS.name}{{{phase},set="upstream"}} {upstreams}
+{_metrics.OEA_LAYERS.name}{{{phase}}} {layers}
+"""
+
+    found = figures(between(oea(1, 100, 200, 10), oea(5, 412, 716, 110)))
+    assert (found.oea_experts, found.oea_upstream) == (3.12, 5.16)
+    assert re.search(r"experts a layer +3.1 +of 5.2 without the rule", drawn(found, 100))
+    idle = figures(between(oea(5, 1, 2, 1), oea(5, 1, 2, 1)))
+    assert (idle.oea_experts, idle.missing["oea_experts"]) == (None, "nothing counted in this interval")
+    line = f'{_metrics.OEA_PASSES.name}{{result="applied"}} 3\n'
+    assert "SGLANG_PATCHES_OEA_COUNT=on" in figures(between(line, line)).missing["oea_experts"]
 
 
 def test_what_is_absent_is_none_and_said() -> None:
@@ -230,6 +308,38 @@ def test_once_prints_and_the_key_is_sent_from_the_variable(server: Any, tmp_path
     assert (refused.exit_code, "add --once" in refused.output) == (2, True)
     server.status = 404
     assert CliRunner().invoke(top.app, ["--url", server.url, "--once"]).exit_code == 2
+
+
+def test_several_servers_have_a_line_each(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    other: Any = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+    other.asked, other.status, url = [], 200, f"http://127.0.0.1:{other.server_address[1]}"
+    # Started anew between the readings, with another patch set.
+    other.text = lambda turn: text(passes=1000 // turn**2, tokens=4000 // turn**2) + INFO.replace("abc", "def")
+    threading.Thread(target=other.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        nobody = f"http://127.0.0.1:{probe.getsockname()[1]}"
+        arguments = [word for each in (server.url, url, nobody, url) for word in ("--url", each)]
+        arguments += ["--once", "--interval", "0.2"]
+        monkeypatch.setenv("COLUMNS", "110")
+        run = CliRunner().invoke(top.app, arguments, env={"SGLANG_API_KEY": "secret"})
+        assert run.exit_code == 0, run.output
+        assert server.asked == other.asked == [("/metrics", "Bearer secret")] * 2
+        lines = [" ".join(line.split()) for line in run.output.splitlines()]
+        (mine,) = [line for line in lines if line.startswith(f"{server.url} ")]
+        assert re.fullmatch(rf"{server.url} [\d.]+ 3 - 10% 2\.30 10\.00 75%", mine)
+        assert f"{url}: the server was restarted" in lines
+        assert f"{nobody} - - - - - - -" in lines
+        assert any(line.startswith(f"{nobody}: no answer, asking again: {nobody}/metrics: [Errno") for line in lines)
+        assert f"patch sets differ: {server.url} abc, {url} def" in lines
+        told = json.loads(CliRunner().invoke(top.app, [*arguments, "--json"]).output)
+        assert list(told) == [server.url, url, nobody]
+        assert (told[server.url]["patch_set_id"], told[nobody]) == ("abc", None)
+        assert told[url]["restarted"]
+        none = CliRunner().invoke(top.app, ["--url", nobody, "--url", f"{nobody}/x", "--once"])
+        assert (none.exit_code, none.output.count("Connection refused")) == (2, 2)
+    other.shutdown()
+    other.server_close()
 
 
 def test_a_server_that_goes_away_and_comes_back_is_watched_on() -> None:

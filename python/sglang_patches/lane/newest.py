@@ -46,13 +46,6 @@ class Lane:
         """What an entry of ``DraftBackendFactory``'s maps gives: the attention backend with the name it is known by."""
         return stamp, backend
 
-    def accepted_tokens(
-        self, bs: int, num_correct_drafts: int, num_accept_tokens: int, *rest: Any, **named: Any
-    ) -> int:
-        """What ``update_spec_metrics`` is told of one verify pass: tokens accepted by its `bs` requests, bonus tokens
-        included. Takes upstream's arguments."""
-        return int(num_accept_tokens)
-
     def draft_model_config(self, config: Any, server_args: Any) -> Any:
         """The ``ModelConfig`` of the EAGLE-3 draft; None without one.
 

@@ -42,9 +42,6 @@ class Lane(newest.Lane):
     def draft_backend(self, stamp: str, backend: Any) -> Any:
         return backend
 
-    def accepted_tokens(self, bs: int, num_correct_drafts: int, *rest: Any, **named: Any) -> int:
-        return int(num_correct_drafts) + int(bs)
-
     def draft_model_config(self, config: Any, server_args: Any) -> Any:
         if not config.eagle_use_aux_hidden_state and config.eagle_draft_num_layers is None:
             return None

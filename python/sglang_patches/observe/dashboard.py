@@ -111,7 +111,8 @@ def _target(panel: Panel, place: int) -> dict[str, Any]:
 
 def alarms() -> dict[str, Any]:
     """Prometheus alerting rules, for ``rule_files``."""
-    verified = f"sum by (instance) (rate({_metrics.VERIFIED.name}[10m]))"
+    # Passes that drafted something: a server that adapts may plan to draft nothing.
+    drafted = f'sum by (instance) (rate({_metrics.DRAFTED.name}{{position="1"}}[10m]))'
     accepted = f"sum by (instance) (rate({_metrics.ACCEPTED.name}[10m]))"
     forward = _metrics.SPEC_FORWARD.name
     return {
@@ -121,7 +122,7 @@ def alarms() -> dict[str, Any]:
                 "rules": [
                     _alarm(
                         "AcceptLengthNearOne",
-                        f"1 + {accepted} / {verified} < {POOR_LENGTH}",
+                        f"1 + {accepted} / {drafted} < {POOR_LENGTH}",
                         "10m",
                         "{{ $labels.instance }}: accept length {{ $value | humanize }}: drafting gains nothing",
                     ),

@@ -51,8 +51,11 @@ class Figures:
         seconds: between the two readings.
         restarted: the server was started anew between them, so rates are too low.
         accept_length: mean tokens accepted per request and verify pass, between the readings.
-        accepted: by position, the share of verified requests whose draft token there was accepted.
+        accepted: by position, the share of the requests for which it was drafted whose draft token there was accepted;
+            None where it was drafted for none; empty where nothing was.
         oea: passes per second, by result.
+        oea_experts: different experts a layer loads, mean over layers and passes; `oea_upstream`: would load without
+            the rule.
     """
 
     seconds: float
@@ -73,25 +76,24 @@ class Figures:
     accept_length_window: float | None = None
     accept_length_since_start: float | None = None
     accept_alarm: bool | None = None
-    accepted: list[float] = field(default_factory=list)
+    accepted: list[float | None] = field(default_factory=list)
     phases: dict[str, Phase] = field(default_factory=dict)
     allreduce: list[AllReduce] = field(default_factory=list)
     oea: dict[str, float] = field(default_factory=dict)
+    oea_experts: float | None = None
+    oea_upstream: float | None = None
     missing: dict[str, str] = field(default_factory=dict)
 
 
 def figures(seen: Between) -> Figures:
     """What two readings tell; a metric that is absent leaves its figures None."""
-    found = Figures(seconds=seen.seconds, restarted=seen.restarted())
+    found = Figures(seconds=seen.seconds, restarted=seen.restarted)
     _server(found, seen)
     _load(found, seen)
     _acceptance(found, seen)
     found.phases = {phase: _phase(found, seen, phase) for phase in PHASES}
     _allreduce(found, seen)
-    results = seen.counted(_metrics.OEA_PASSES.name, ("result",))
-    found.oea = {result: count / seen.seconds for (result,), count in sorted(results.items())}
-    if not results and _metrics.OEA_PASSES.patch in found.patches:
-        found.missing["oea"] = absent(_metrics.OEA_PASSES)
+    _oea(found, seen)
     return found
 
 
@@ -157,14 +159,18 @@ def _acceptance(found: Figures, seen: Between) -> None:
     if not verified:
         found.missing["accept_length"] = found.missing["accepted"] = absent(_metrics.VERIFIED)
         return
-    accepted = seen.counted(_metrics.ACCEPTED.name, ("position",))
     if not verified[()]:
         found.missing["accept_length"] = found.missing["accepted"] = "nothing was verified in this interval"
         return
+    drafted, accepted = (seen.counted(metric.name, ("position",)) for metric in (_metrics.DRAFTED, _metrics.ACCEPTED))
     # The bonus token is one a pass.
     found.accept_length = 1 + sum(accepted.values()) / verified[()]
+    if not any(drafted.values()):
+        found.missing["accepted"] = "nothing was drafted in this interval"
+        return
     found.accepted = [
-        count / verified[()] for _, count in sorted((int(position), count) for (position,), count in accepted.items())
+        accepted.get((str(position),), 0.0) / drafted[str(position),] if drafted[str(position),] else None
+        for position in sorted(int(position) for (position,) in drafted)
     ]
 
 
@@ -207,6 +213,18 @@ def _allreduce(found: Figures, seen: Between) -> None:
         found.allreduce.append(
             AllReduce(group, path, int(size), eager.get(key, 0.0) / seen.seconds, int(captured.get(key, 0.0)))
         )
+
+
+def _oea(found: Figures, seen: Between) -> None:
+    results = seen.counted(_metrics.OEA_PASSES.name, ("result",))
+    found.oea = {result: count / seen.seconds for (result,), count in sorted(results.items())}
+    experts = seen.counted(_metrics.OEA_EXPERTS.name, ("set",))
+    if layers := seen.counted(_metrics.OEA_LAYERS.name).get((), 0.0):
+        found.oea_experts, found.oea_upstream = (experts.get((name,), 0.0) / layers for name in ("loaded", "upstream"))
+    elif results:
+        found.missing["oea_experts"] = "nothing counted in this interval" if experts else absent(_metrics.OEA_EXPERTS)
+    if not results and _metrics.OEA_PASSES.patch in found.patches:
+        found.missing["oea"] = absent(_metrics.OEA_PASSES)
 
 
 def as_json(found: Figures) -> dict[str, Any]:

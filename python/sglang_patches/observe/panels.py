@@ -123,7 +123,8 @@ def rows() -> list[tuple[str, list[Panel]]]:
             [
                 Panel(
                     "Accept length",
-                    "Mean tokens per request and verify pass, bonus token included. 1.0x: drafting gains nothing.",
+                    "Mean tokens per request and verify pass, bonus token included; passes that drafted nothing count "
+                    "as 1. 1.0x: drafting gains nothing.",
                     (
                         (accept_length(), "interval"),
                         (f"min by (instance) ({chosen(_metrics.ACCEPT_LENGTH_WINDOW.name)})", "window {{instance}}"),
@@ -134,11 +135,11 @@ def rows() -> list[tuple[str, list[Panel]]]:
                 ),
                 Panel(
                     "Accepted, by position",
-                    "Share of verified requests whose draft token at this position was accepted.",
+                    "Share of the requests for which this position was drafted whose draft token there was accepted.",
                     (
                         (
                             f"{per_second(_metrics.ACCEPTED.name, 'position')}"
-                            f" / on () group_left () {per_second(_metrics.VERIFIED.name)}",
+                            f" / {per_second(_metrics.DRAFTED.name, 'position')}",
                             "draft token {{position}}",
                         ),
                     ),
@@ -240,6 +241,18 @@ def rows() -> list[tuple[str, list[Panel]]]:
                     "applied, or why upstream chose the experts. Nothing where the patch is off.",
                     ((per_second(_metrics.OEA_PASSES.name, "phase", "result"), "{{phase}}: {{result}}"),),
                     unit="ops",
+                    width=12,
+                ),
+                Panel(
+                    "oea-topk: experts a layer loads",
+                    "Mean over layers and passes: with the rule, and what upstream's top-k would have loaded.",
+                    (
+                        (
+                            f"{per_second(_metrics.OEA_EXPERTS.name, 'phase', 'set')}"
+                            f" / on (phase) group_left () {per_second(_metrics.OEA_LAYERS.name, 'phase')}",
+                            "{{phase}}: {{set}}",
+                        ),
+                    ),
                     width=12,
                 ),
                 Panel(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import http.client
 import math
 import time
@@ -17,6 +18,9 @@ from sglang_patches.errors import PatchError
 _TIMEOUT_S = 10.0
 # Ranks of one data-parallel replica see the same requests, and some metrics are told by each of them.
 RANKS = ("tp_rank", "pp_rank", "moe_ep_rank")
+
+# Ends of the names of what only grows: a counter, and the series of a histogram.
+_COUNTED = ("_total", "_count", "_sum", "_bucket")
 
 Labels = Mapping[str, str]
 Series = tuple[tuple[str, str], ...]
@@ -113,28 +117,25 @@ class Between:
     def seconds(self) -> float:
         return self.last.at - self.first.at
 
+    @functools.cached_property
     def restarted(self) -> bool:
         """Whether a counter went back: the server was started anew in between."""
         return any(
             value < self.first.samples.get(name, {}).get(labels, 0.0)
             for name, series in self.last.samples.items()
-            if name.endswith("_total")
+            if name.endswith(_COUNTED)
             for labels, value in series.items()
         )
 
     def counted(self, name: str, by: tuple[str, ...] = (), where: Labels | None = None) -> dict[tuple[str, ...], float]:
         """Growth of a counter, by the values of labels `by`; empty where there is no such metric.
 
-        Of the ranks of one replica the one that counted most tells; replicas are added up. A series that went back
-        began at zero, as one does that was not there before.
+        Of the ranks of one replica the one that counted most tells; replicas are added up. A series that was not there
+        before began at zero, and so did all of them where the server was started anew: also those that have come
+        further since than they were, so that shares and means stay what they are.
         """
-        before = self.first.samples.get(name, {})
-
-        def grown(labels: Series, value: float) -> float:
-            old = before.get(labels, 0.0)
-            return value - old if value >= old else value
-
-        return _over_replicas(self.last, name, by, where, grown)
+        before = {} if self.restarted else self.first.samples.get(name, {})
+        return _over_replicas(self.last, name, by, where, lambda labels, value: value - before.get(labels, 0.0))
 
 
 def latest(

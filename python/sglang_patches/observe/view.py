@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rich.console import Group, RenderableType
 from rich.panel import Panel
@@ -43,6 +43,54 @@ def screen(found: Figures | None, url: str, width: int, note: str = "") -> Rende
         rows.append(_oea(found))
     rows.append(_missing(found))
     return Group(_head(found, url, note), *rows)
+
+
+def overview(seen: Sequence[tuple[str, Figures | None, str]], width: int) -> RenderableType:
+    """Several servers, a line each.
+
+    Args:
+        seen: by server, its URL, its figures (None before there are two readings) and its note, as for `screen`.
+        width: of the terminal, in columns.
+    """
+    columns = ("server", "tokens/s", "running", "queued", "KV", "accept length", "verify ms", "graphs")
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", width=width)
+    for at, name in enumerate(columns):
+        table.add_column(name, justify="right" if at else "left", overflow="fold")
+    below: list[Text] = []
+    for url, found, note in seen:
+        if found is None:
+            table.add_row(url, *[NONE] * (len(columns) - 1))
+            below.append(
+                Text(f"{url}: {note or 'waiting for the first two readings'}", style="yellow" if note else "dim")
+            )
+            continue
+        verify = found.phases["verify"]
+        table.add_row(
+            url,
+            number(found.output_tokens_per_s),
+            number(found.running, 0),
+            number(found.queued, 0),
+            share(found.kv_share),
+            Text(number(found.accept_length, 2), style=_style(found)),
+            number(verify.mean_ms, 2),
+            share(verify.graph_share),
+        )
+        notes = [note, "the server was restarted" if found.restarted else ""]
+        notes.append("ALARM: drafting gains nothing" if found.accept_alarm else "")
+        below += [Text(f"{url}: {line}", style="yellow") for line in notes if line]
+    sets = {found.patch_set_id for _, found, _ in seen if found is not None}
+    if len(sets) > 1:
+        told = ", ".join(f"{url} {found.patch_set_id or NONE}" for url, found, _ in seen if found is not None)
+        below.append(Text(f"patch sets differ: {told}", style="yellow"))
+    return Group(Text.assemble(("sglang-patches top", "bold"), f"  {len(seen)} servers"), table, *below)
+
+
+def _style(found: Figures) -> str:
+    """Of the accept length. A server that adapts may plan to draft nothing: 1.00 is what it should be then."""
+    if found.accept_length is None:
+        return ""
+    poor = found.accept_length < POOR_LENGTH and bool(found.accepted)
+    return "red" if found.accept_alarm or poor else "green"
 
 
 def number(value: float | None, digits: int = 1) -> str:
@@ -116,9 +164,8 @@ def _load(found: Figures) -> Panel:
 
 def _acceptance(found: Figures) -> Panel:
     length = found.accept_length
-    style = "red" if found.accept_alarm or (length is not None and length < POOR_LENGTH) else "green"
     rows: list[tuple[str | Text, ...]] = [
-        ("accept length", Text(number(length, 2), style=style if length is not None else ""), "this interval"),
+        ("accept length", Text(number(length, 2), style=_style(found)), "this interval"),
         ("", number(found.accept_length_window, 2), "last passes"),
         ("", number(found.accept_length_since_start, 2), "since start"),
     ]
@@ -167,7 +214,10 @@ def _allreduce(found: Figures) -> RenderableType:
 
 
 def _oea(found: Figures) -> Panel:
-    return _panel("oea-topk", _grid((result, f"{rate:,.1f}/s", "passes") for result, rate in found.oea.items()))
+    rows: list[tuple[str | Text, ...]] = [(result, f"{rate:,.1f}/s", "passes") for result, rate in found.oea.items()]
+    if found.oea_experts is not None:
+        rows.append(("experts a layer", number(found.oea_experts), f"of {number(found.oea_upstream)} without the rule"))
+    return _panel("oea-topk", _grid(rows))
 
 
 def _missing(found: Figures) -> Text:

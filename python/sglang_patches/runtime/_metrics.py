@@ -152,7 +152,8 @@ ACCEPT_LENGTH = Metric(
     "gauge",
     (),
     "tokens",
-    "Mean tokens accepted per request and verify pass since start, bonus token included.",
+    "Mean tokens accepted per request and verify pass since start, bonus token included, of requests that had not "
+    "finished.",
     "provenance",
     only="speculation",
 )
@@ -161,7 +162,17 @@ VERIFIED = Metric(
     "counter",
     (),
     "requests",
-    "Requests verified: one for each request of each verify pass.",
+    "Requests verified: one for each request of each verify pass, passes that drafted nothing included. Without the "
+    "pass that overlap scheduling runs for a request that has finished already.",
+    "provenance",
+    only="speculation",
+)
+DRAFTED = Metric(
+    "sglang_patches_spec_drafted_total",
+    "counter",
+    ("position",),
+    "requests",
+    "Verified requests for which this position was drafted; 1 is the first, in a tree its depth.",
     "provenance",
     only="speculation",
 )
@@ -224,12 +235,14 @@ ALLREDUCE = Metric(
     ("group", "path", "up_to_bytes", "when"),
     "calls",
     "All-reduces by group, by the path that upstream took and by size (a rank's bytes, rounded up to a power of two). "
-    "When captured: recorded into a CUDA graph, once, however often it is replayed; when eager: each call. Sums fused "
-    "with what follows, those of compiled code on a CPU and those that call NCCL directly are not seen.",
+    "When captured: recorded into a CUDA graph, once, however often it is replayed; when eager: each call; when "
+    "warm_up: each call before the end of the first decode step, so what runs before captures and, as a rule, the "
+    "prompt of the server's own first request. Sums fused with what follows, those of compiled code on a CPU and those "
+    "that call NCCL directly are not seen.",
     "pcie-nccl-allreduce",
     values={
         "path": ("ca", "pcie_ipc", "qr", "pymscclpp", "torch_symm_mem", "flashinfer", "pynccl", "torch", "shm"),
-        "when": ("eager", "captured"),
+        "when": ("eager", "captured", "warm_up"),
     },
     only="several ranks (--tp 2 or more)",
 )
@@ -239,16 +252,40 @@ OEA_PASSES = Metric(
     ("phase", "path", "result"),
     "passes",
     "Decode and verify passes by whether their first MoE layer chose experts by the rule (applied), or why not. "
-    "Experts that were not loaded are not counted: only the GPU knows them.",
+    "Start-up's warm-up passes count as eager ones.",
     "oea-topk",
     values={"phase": ("decode", "verify"), "path": ("graph", "eager")},
     only="SGLANG_PATCHES_OEA_K0",
+)
+
+OEA_EXPERTS = Metric(
+    "sglang_patches_oea_experts_total",
+    "counter",
+    ("phase", "set"),
+    "experts",
+    "Different experts of a layer that a batch's tokens were routed to by the rule (loaded), and those that upstream's "
+    "top-k would have had (upstream), added up over layers and passes in which the rule held: the difference was "
+    "saved. A second behind.",
+    "oea-topk",
+    values={"phase": ("decode", "verify"), "set": ("loaded", "upstream")},
+    only="SGLANG_PATCHES_OEA_COUNT=on",
+)
+OEA_LAYERS = Metric(
+    "sglang_patches_oea_layers_total",
+    "counter",
+    ("phase",),
+    "layers",
+    "Layers of passes in which the rule held, as many as sglang_patches_oea_experts_total is the sum of.",
+    "oea-topk",
+    values={"phase": ("decode", "verify")},
+    only="SGLANG_PATCHES_OEA_COUNT=on",
 )
 
 ALL = (
     INFO,
     ACCEPT_LENGTH,
     VERIFIED,
+    DRAFTED,
     ACCEPTED,
     ACCEPT_LENGTH_WINDOW,
     ACCEPT_ALARM,
@@ -256,6 +293,8 @@ ALL = (
     SPEC_PHASE_SECONDS,
     ALLREDUCE,
     OEA_PASSES,
+    OEA_EXPERTS,
+    OEA_LAYERS,
 )
 
 

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 from sglang_patches import lane
 from sglang_patches.document import server
 from sglang_patches.provenance import code_state
-from sglang_patches.runtime import _metrics, _outcome
+from sglang_patches.runtime import _metrics, _outcome, _verify_pass
+from sglang_patches.runtime._verify_pass import VerifyPass
 
 # Ranks meet in `init_process_group` just before they compare, so a rank that takes longer will not come.
 _RANK_WAIT = timedelta(seconds=60)
@@ -28,17 +29,28 @@ class CodeStateMismatch(RuntimeError):
 
 
 class _Acceptance:
-    """Tokens accepted (bonus token included) and verify passes of this process, counted per request.
+    """Tokens accepted (bonus token included) and verify passes of this process, counted per request that was running.
 
-    ``drafts``: by number of draft tokens accepted, how many requests of verify passes had so many.
+    ``drafts``: by number of draft tokens accepted, how many requests of verify passes had so many; ``steps``: by number
+    of positions drafted.
     """
 
     def __init__(self) -> None:
         self.tokens = 0
-        self.passes = 0
         self.drafts: Counter[int] = Counter()
+        self.steps: Counter[int] = Counter()
         self._verified = _metrics.Exported(_metrics.VERIFIED)
+        self._drafted = _metrics.Exported(_metrics.DRAFTED)
         self._accepted = _metrics.Exported(_metrics.ACCEPTED)
+
+    @property
+    def passes(self) -> int:
+        return self.drafts.total()
+
+    def add(self, seen: VerifyPass) -> None:
+        self.tokens += seen.tokens
+        self.drafts.update(seen.drafts)
+        self.steps[seen.steps] += len(seen.drafts)
 
     def export(self, labels: Mapping[str, Any]) -> None:
         """Bring the metrics up to date.
@@ -47,23 +59,18 @@ class _Acceptance:
             labels: upstream's own, from its metrics collector.
         """
         _metrics.ACCEPT_LENGTH.child(labels).set(self.tokens / max(self.passes, 1))
-        self._verified.export([((), self.drafts.total())], labels)
-        longest = max(max(self.drafts, default=0), _draft_steps())
-        reached = [sum(count for drafts, count in self.drafts.items() if drafts >= at) for at in range(1, longest + 1)]
-        self._accepted.export([((str(at),), count) for at, count in enumerate(reached, start=1)], labels)
+        self._verified.export([((), self.passes)], labels)
+        positions = range(1, max(self.steps, default=0) + 1)
+        # A position counts where it was drafted, so that one in a hundred passes is not taken for 99 rejections.
+        for metric, counts in ((self._drafted, self.steps), (self._accepted, self.drafts)):
+            metric.export([((str(at),), _at_least(counts, at)) for at in positions], labels)
+
+
+def _at_least(counts: Counter[int], least: int) -> int:
+    return sum(count for number, count in counts.items() if number >= least)
 
 
 _acceptance = _Acceptance()
-
-
-def _draft_steps() -> int:
-    """Draft steps of this server, so that a position that is never accepted is told as 0; 0 where not known."""
-    from sglang.srt.runtime_context import get_spec
-
-    try:
-        return int(get_spec().speculative_num_steps or 0)
-    except Exception:  # not published in this process; upstream raises errors of several classes
-        return 0
 
 
 @functools.cache
@@ -81,36 +88,16 @@ _export_acceptance = _metrics.contained(
 )
 
 
-def count_acceptance(update: Callable[..., None]) -> Callable[..., None]:
-    """Decorate upstream's ``update_spec_metrics(self, bs, num_correct_drafts, ...)``.
-
-    It is called once a verify pass with the number of requests in it and what they accepted together.
-    """
-
-    @functools.wraps(update)
-    def counted(self: Any, bs: int, num_correct_drafts: int, *rest: Any, **named: Any) -> None:
-        update(self, bs, num_correct_drafts, *rest, **named)
-        _acceptance.tokens += lane.here().accepted_tokens(bs, num_correct_drafts, *rest, **named)
-        _acceptance.passes += int(bs)
-        if self.current_scheduler_metrics_enabled:
-            _export_acceptance(self)
-
-    return counted
+def _count(reporter: Any, seen: VerifyPass) -> None:
+    if not seen.drafts:
+        return
+    _acceptance.add(seen)
+    if reporter.current_scheduler_metrics_enabled:
+        _export_acceptance(reporter)
 
 
-def count_positions(resolve: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate upstream's ``_resolve_spec_v2_tokens(self, result, batch)``, called once a verify pass.
-
-    It leaves in ``result.num_correct_drafts_per_req_cpu`` how many draft tokens of each request were accepted.
-    """
-
-    @functools.wraps(resolve)
-    def resolved(self: Any, result: Any, batch: Any) -> Any:
-        tokens = resolve(self, result, batch)
-        _acceptance.drafts.update(result.num_correct_drafts_per_req_cpu)
-        return tokens
-
-    return resolved
+# For upstream's ``_resolve_spec_v2_tokens(self, result, batch)``.
+counts_verify_passes = _verify_pass.tells(_count)
 
 
 def export_info() -> None:

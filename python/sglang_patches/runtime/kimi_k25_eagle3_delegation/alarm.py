@@ -5,13 +5,12 @@ from __future__ import annotations
 import functools
 import time
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
-from sglang_patches import lane
 from sglang_patches.draft import shapes
 from sglang_patches.draft.shapes import value
-from sglang_patches.runtime import _metrics, _outcome, _ranks
+from sglang_patches.runtime import _metrics, _outcome, _ranks, _verify_pass
+from sglang_patches.runtime._verify_pass import VerifyPass
 from sglang_patches.runtime.kimi_k25_eagle3_delegation import startup
 from sglang_patches.runtime.kimi_k25_eagle3_delegation.settings import alarm_settings
 
@@ -94,31 +93,24 @@ def _adaptive() -> bool:
     return bool(getattr(get_spec(), "speculative_adaptive", False))
 
 
-def watches_acceptance(update: Callable[..., None]) -> Callable[..., None]:
-    """Decorate upstream's ``update_spec_metrics(self, bs, num_correct_drafts, ...)``.
+def _seen(reporter: Any, verified: VerifyPass) -> None:
+    """Watch one verify pass. An error here must not end the scheduler's loop: it is logged once, and nothing is watched
+    from then on."""
+    if _broken:
+        return
+    try:
+        _watch(reporter, len(verified.drafts), verified.tokens)
+    except Exception as error:
+        _broken.append(error)
+        startup.logger.exception(
+            "sglang-patches: %s: the accept length is no longer watched, by an error that does not concern the "
+            "server's answers",
+            startup.PATCH,
+        )
 
-    It is called once a verify pass, in the scheduler's loop, with the number of requests in it and what they accepted
-    together. An error here must not end that loop: it is logged once, and nothing is watched from then on.
-    """
 
-    @functools.wraps(update)
-    def watched(self: Any, bs: int, num_correct_drafts: int, *rest: Any, **named: Any) -> None:
-        update(self, bs, num_correct_drafts, *rest, **named)
-        if _broken:
-            return
-        try:
-            accepted = lane.here().accepted_tokens(bs, num_correct_drafts, *rest, **named)
-            _watch(self, int(bs), accepted)
-        except Exception as error:
-            _broken.append(error)
-            startup.logger.exception(
-                "sglang-patches: %s: the accept length is no longer watched, by an error that does not concern the "
-                "server's answers",
-                startup.PATCH,
-            )
-
-    return watched
-
+# For upstream's ``_resolve_spec_v2_tokens(self, result, batch)``.
+watches_verify_passes = _verify_pass.tells(_seen)
 
 # The error that ended watching in this process, if one did.
 _broken: list[Exception] = []

@@ -14,24 +14,20 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from sglang_patches.runtime import _outcome
 from sglang_patches.runtime.mla_verify_split_kv import gate
+from sglang_patches.runtime.mla_verify_split_kv.telling import PATCH, Backends
 
 __all__ = ["fills_verify_hook"]
 
-PATCH = "mla-verify-split-kv"
 VARIABLE, MODES = "SGLANG_PATCHES_MLA_VERIFY", ("auto", "off")
 SPLITS_VARIABLE, SPLITS_MOST = "SGLANG_PATCHES_MLA_VERIFY_SPLITS", 512
 
-# Calls of verify attention by what served them: "split_kv", or "extend:" and the reason. A call is a layer of a forward
-# that runs in Python: under CUDA graphs those of capture, not of replay.
-calls: Counter[str] = Counter()
+backends = Backends()
 
 logger = logging.getLogger("sglang_patches")
 
@@ -80,13 +76,13 @@ def fills_verify_hook(init: Callable[..., None]) -> Callable[..., None]:
 
 def _fill(backend: Any, model_runner: Any) -> None:
     wanted, override = mode(), split_override()
-    if wanted == "off":
-        _outcome.record(PATCH, "not needed", f"{VARIABLE}=off", reason="off")
-        return
     seen = gate.facts(backend, model_runner)
+    if wanted == "off":
+        backends.record(seen.tokens, "not needed", f"{VARIABLE}=off", reason="off")
+        return
     refused = gate.server_reason(seen)
     if refused is not None:
-        _outcome.record(PATCH, "not needed", refused[1], reason=refused[0])
+        backends.record(seen.tokens, "not needed", refused[1], reason=refused[0])
         return
     from sglang_patches.runtime.mla_verify_split_kv.launch import SplitVerify
 
@@ -101,14 +97,13 @@ def _fill(backend: Any, model_runner: Any) -> None:
             override=override,
         )
     except torch.OutOfMemoryError as error:
-        _outcome.record(PATCH, "failed", f"no memory for its workspace: {error}", reason="memory")
+        backends.record(seen.tokens, "failed", f"no memory for its workspace: {error}", reason="memory")
         return
     backend.use_verify_shared_kv = True
-    backend.verify_shared_kv_fwd = torch.compiler.disable(Hook(run).__call__)
+    backend.verify_shared_kv_fwd = torch.compiler.disable(Hook(run, seen.tokens).__call__)
     tile, launched = run.plan(1, seen.tokens * backend.num_head, seen.width)
-    _outcome.live_figures(PATCH, lambda: {"calls": dict(sorted(calls.items()))})
-    _outcome.record(
-        PATCH,
+    backends.record(
+        seen.tokens,
         "applied",
         "verify splits the context",
         rows=seen.tokens * backend.num_head,
@@ -119,10 +114,15 @@ def _fill(backend: Any, model_runner: Any) -> None:
 
 
 class Hook:
-    """What upstream calls in place of its own ``verify_shared_kv_fwd``; True says that ``o_extend`` is written."""
+    """What upstream calls in place of its own ``verify_shared_kv_fwd``; True says that ``o_extend`` is written.
 
-    def __init__(self, run: Any) -> None:
-        self.run = run
+    Args:
+        run: as `launch.SplitVerify`.
+        tokens: draft tokens that its backend was made for.
+    """
+
+    def __init__(self, run: Any, tokens: int) -> None:
+        self.run, self.tokens = run, tokens
         self.failed = False
 
     def __call__(
@@ -183,9 +183,9 @@ class Hook:
                 # The first call is eager, in warm-up: a kernel that does not compile or fit fails there, and upstream's
                 # writes the same output.
                 logger.exception("sglang-patches: %s: verify goes on with upstream's extend kernel", PATCH)
-                _outcome.record(PATCH, "failed", f"{type(error).__name__}: {error}", reason="failed")
+                backends.record(self.tokens, "failed", f"{type(error).__name__}: {error}", reason="failed")
                 self.failed, reason = True, "failed"
-        calls["split_kv" if reason is None else f"extend:{reason}"] += 1
+        backends.count(self.tokens, "split_kv" if reason is None else f"extend:{reason}")
         return reason is None
 
     def _reason(self, q: torch.Tensor, *tensors: Any, **options: Any) -> str | None:

@@ -2,13 +2,15 @@
 
 A decode or verify batch loads every expert that some token of it is routed to. Here each token keeps its ``k0`` best
 experts only and takes the rest of its ``k`` from those that the batch loads anyway. `reference` states the rule,
-`kernel` is it on a GPU, `settings` its parameters, `eligible` where it can hold, `counting` what is told of it.
+`kernel` is it on a GPU, `settings` its parameters, `eligible` where it can hold, `counting` and `experts` what is told
+of it.
 
 Upstream's ``select_experts`` calls `choose`; other ways to choose experts report themselves with `bypassed`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,17 +18,32 @@ import torch
 from sglang_patches.runtime import _metrics, _outcome
 from sglang_patches.runtime.oea_topk import eligible, reference, settings
 from sglang_patches.runtime.oea_topk.counting import APPLIED, PATCH, Counts
+from sglang_patches.runtime.oea_topk.experts import Experts
 
 __all__ = ["before_replay", "bypassed", "check_arguments", "choose", "exports_counts", "register"]
 
 counts = Counts()
+experts = Experts()
 _exported = _metrics.Exported(_metrics.OEA_PASSES)
-exports_counts = _metrics.on_decode_step(PATCH, lambda labels: _exported.export(list(counts.passes.items()), labels))
 _KEY = "oea_topk_layer"
 _real: dict[torch.device, torch.Tensor] = {}
 _rows: dict[torch.device, torch.Tensor] = {}
 
 Chosen = tuple[torch.Tensor, torch.Tensor]
+
+
+def _export(labels: Mapping[str, Any]) -> None:
+    _exported.export(list(counts.passes.items()), labels)
+    experts.export(labels)
+
+
+exports_counts = _metrics.on_decode_step(PATCH, _export)
+
+
+def _figures() -> dict[str, Any]:
+    told = counts.figures()
+    distinct = experts.figures()
+    return told | {"experts": distinct} if distinct else told
 
 
 def check_arguments(arguments: Any) -> None:
@@ -68,7 +85,7 @@ def register(layer: Any) -> None:
     if rule is None or layer.is_draft:
         return
     counts.register(layer.layer_id)
-    _outcome.live_figures(PATCH, counts.figures)
+    _outcome.live_figures(PATCH, _figures)
     config = getattr(layer, "topk_config", None)
     vars(layer if config is None else config)[_KEY] = layer.layer_id
     if config is None:
@@ -141,14 +158,14 @@ def _choose(
 ) -> Chosen | None:
     batch = eligible.current_batch()
     phase = "other" if batch is None else eligible.phase_of(batch.forward_mode)
-    rows, experts = logits.shape
+    rows, width = logits.shape
     if phase not in rule.phases or not rows:
         return None
     capturing = _capturing()
     why = (
         "token_bias"
         if bias is not None and bias.ndim != 1
-        else eligible.why_not_layer(config, experts, logits.device.type, top_k, shared)
+        else eligible.why_not_layer(config, width, logits.device.type, top_k, shared)
         or eligible.why_not_process()
         or eligible.why_not_batch(batch, rows, rule)
     )
@@ -158,12 +175,13 @@ def _choose(
         counts.layer(layer, phase, rows, why, rule, capturing)
         return None
     router = _router(config, top_k, shared)
+    place = experts.place(logits.device, phase, capturing) if rule.count else None
     if logits.device.type == "cpu":
-        chosen = reference.choose(logits, bias, real, rule, router)
+        chosen = reference.choose(logits, bias, real, rule, router, place)
     else:
         from sglang_patches.runtime.oea_topk import kernel  # Triton takes a while, and a launcher needs none
 
-        chosen = kernel.choose(logits, bias, _count(logits, real, capturing), rule, router)
+        chosen = kernel.choose(logits, bias, _count(logits, real, capturing), rule, router, place)
     counts.layer(layer, phase, rows, APPLIED, rule, capturing)
     return chosen
 
@@ -209,6 +227,7 @@ def before_replay(runner: Any) -> None:
         count.fill_(runner.raw_num_token)
     if not counts.captured:
         return
+    experts.begin()
     phase = eligible.phase_of(runner.capture_forward_mode)
     if phase in rule.phases:
         counts.replay(phase, runner.bs * runner.captured_req_width, runner.raw_num_token, rule)

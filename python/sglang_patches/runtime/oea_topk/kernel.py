@@ -72,6 +72,7 @@ def _oea_kernel(  # type: ignore[no-untyped-def]
     real,  # int32 scalar
     out_weights,  # [M, K + SHARED] float32
     out_ids,  # [M, K + SHARED] int32
+    counts,  # [3] int64
     M,
     stride,
     p,
@@ -89,6 +90,7 @@ def _oea_kernel(  # type: ignore[no-untyped-def]
     HAS_BIAS: tl.constexpr,
     HAS_P: tl.constexpr,
     RENORMALIZE: tl.constexpr,
+    COUNT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -106,6 +108,7 @@ def _oea_kernel(  # type: ignore[no-untyped-def]
 
     # Which experts are some real token's own; none is looked for where the rule does not hold.
     union = tl.zeros([BLOCK_N], dtype=tl.int32)
+    wide = tl.zeros([BLOCK_N], dtype=tl.int32)
     for block in range(tl.where(holds, tl.cdiv(count, BLOCK_M), 0)):
         rows = block * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
         live = (rows < count) & inside
@@ -113,8 +116,20 @@ def _oea_kernel(  # type: ignore[no-untyped-def]
         keys, weights = _keys(scores, offset, columns, live, SOFTMAX, BLOCK_N, LOWEST)
         own = _own(keys, weights, p, K0, K, HAS_P, BLOCK_M, LOWEST) & live
         union = union | tl.max(own.to(tl.int32), axis=0)
+        if COUNT:  # noqa: SIM102  decided at compilation, the other on the device
+            if token == M:  # the one program that is no token's
+                top = _own(keys, weights, p, K, K, False, BLOCK_M, LOWEST) & live
+                wide = wide | tl.max(top.to(tl.int32), axis=0)
+    if COUNT:  # noqa: SIM102
+        if token == M:
+            # Free slots get others of the union, or one set of spare experts for all tokens, see the reference.
+            loaded = tl.maximum(tl.sum(union), K)
+            tl.atomic_add(counts, tl.where(holds, loaded, 0).to(tl.int64))
+            tl.atomic_add(counts + 1, tl.where(holds, tl.sum(wide), 0).to(tl.int64))
+            tl.atomic_add(counts + 2, holds.to(tl.int64))
 
-    scores = tl.load(logits + token * stride + columns, mask=inside, other=0.0).to(tl.float32)
+    row = inside & (token < M)
+    scores = tl.load(logits + token * stride + columns, mask=row, other=0.0).to(tl.float32)
     keys, weights = _keys(scores, offset, columns, inside, SOFTMAX, BLOCK_N, LOWEST)
     own = _own(keys, weights, p, K0, K, HAS_P, 1, LOWEST) & (token < count)
     may = own | ((union[None, :] > 0) & inside)
@@ -150,15 +165,22 @@ def _oea_kernel(  # type: ignore[no-untyped-def]
         chosen = tl.where(slots >= K, shared_weight, chosen)
         ids = tl.where(slots >= K, N + slots - K, ids)
     at_row = token * (K + SHARED) + slots
-    tl.store(out_weights + at_row, chosen, mask=slots < K + SHARED)
-    tl.store(out_ids + at_row, ids, mask=slots < K + SHARED)
+    written = (slots < K + SHARED) & (token < M)
+    tl.store(out_weights + at_row, chosen, mask=written)
+    tl.store(out_ids + at_row, ids, mask=written)
 
 
 def choose(
-    logits: torch.Tensor, bias: torch.Tensor | None, real: torch.Tensor, rule: Rule, router: Router
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    real: torch.Tensor,
+    rule: Rule,
+    router: Router,
+    counts: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`reference.choose` in one launch. `real` must not be None, and is read on the device only.
 
+    With `counts` one program more than rows is launched, which counts: the others do not wait for it.
     The launch is the same for a captured graph and outside: nothing but the pointers differs, so what a warm-up run
     compiled serves the capture.
     """
@@ -171,12 +193,13 @@ def choose(
     if rows == 0:
         return weights, ids
     block_n = triton.next_power_of_2(experts)
-    _oea_kernel[(rows,)](
+    _oea_kernel[(rows + (counts is not None),)](
         logits,
         logits if bias is None else bias,
         real,
         weights,
         ids,
+        real if counts is None else counts,
         rows,
         logits.stride(0),
         1.0 if rule.p is None else rule.p,
@@ -194,6 +217,7 @@ def choose(
         HAS_BIAS=bias is not None,
         HAS_P=rule.p is not None,
         RENORMALIZE=router.renormalize,
+        COUNT=counts is not None,
         BLOCK_M=max(1, min(triton.next_power_of_2(rows), _BLOCK_KEYS // block_n)),
         BLOCK_N=block_n,
         BLOCK_K=triton.next_power_of_2(width),

@@ -45,7 +45,12 @@ def scores(logits: torch.Tensor, bias: torch.Tensor | None, router: Router) -> t
 
 
 def choose(
-    logits: torch.Tensor, bias: torch.Tensor | None, real: torch.Tensor | None, rule: Rule, router: Router
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    real: torch.Tensor | None,
+    rule: Rule,
+    router: Router,
+    counts: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Experts of each token by opportunistic expert activation.
 
@@ -58,6 +63,8 @@ def choose(
         logits: ``[tokens, experts]``, any floating dtype; rows of padding are the last.
         bias: ``[experts]``, added for ranking only.
         real: int32 scalar, rows that are no padding; None: all. It is never read on the host.
+        counts: int64 ``[3]``, added to where the rule holds: different experts of the real rows, those of their own
+            top-k, and 1.
 
     Returns:
         Weights, float32 ``[tokens, top_k + shared]``, and ids, int32 of that shape, a token's best expert first.
@@ -89,6 +96,9 @@ def choose(
     picked = torch.where(taken, ranks, spare).argsort(dim=-1)[:, :top_k]
     filled = taken.gather(1, picked)
     ids = order.gather(1, picked)
+    if counts is not None:
+        distinct = [_distinct(each, is_real, experts) for each in (ids, order[:, :top_k])]
+        counts += torch.stack([*distinct, torch.ones_like(distinct[0])]) * holds
     chosen = torch.where(filled, by_rank.gather(1, picked), 0.0)
     if router.renormalize:
         total = chosen.sum(-1, keepdim=True)
@@ -99,6 +109,12 @@ def choose(
         ids = torch.cat([ids, columns], 1)
         chosen = torch.cat([chosen, torch.full_like(columns, router.shared_weight, dtype=chosen.dtype)], 1)
     return chosen, ids.int()
+
+
+def _distinct(ids: torch.Tensor, is_real: torch.Tensor, experts: int) -> torch.Tensor:
+    """How many different experts real rows have, int64 scalar."""
+    seen = torch.zeros(len(ids), experts, dtype=torch.bool, device=ids.device)
+    return seen.scatter_(1, ids, is_real[:, None].expand_as(ids)).any(0).sum()
 
 
 def _own(by_rank: torch.Tensor, rule: Rule, top_k: int) -> torch.Tensor:

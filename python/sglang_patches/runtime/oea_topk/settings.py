@@ -31,6 +31,7 @@ class Rule:
         p: a token's own experts end early where they carry this share of the weight of its top-k; None: never.
         least, most: real tokens in a batch for the rule to hold; any other batch is routed as upstream does.
         phases: `PHASES` in which it holds.
+        count: different experts are counted (`experts`), which no choice depends on.
     """
 
     k0: int
@@ -40,6 +41,7 @@ class Rule:
     least: int = 2
     most: int = MOST_TOKENS
     phases: tuple[str, ...] = PHASES
+    count: bool = False
 
     def changes_nothing(self, top_k: int) -> bool:
         """Whether every token keeps all of its `top_k` experts, so that upstream's own code may choose them."""
@@ -74,7 +76,7 @@ def read(variables: Mapping[str, str]) -> Rule | None:
         BadSetting: a value that is not understood, contradicts another or has no meaning alone.
     """
     given = {name: value for name, value in variables.items() if name.startswith(PREFIX)}
-    known = {PREFIX + name for name in ("K0", "K_MAX", "RANK_CAP", "P", "TOKENS", "PHASES")}
+    known = {PREFIX + name for name in ("K0", "K_MAX", "RANK_CAP", "P", "TOKENS", "PHASES", "COUNT")}
     if unknown := sorted(set(given) - known):
         raise BadSetting(
             f"{', '.join(unknown)}: not known; wanted one of {', '.join(sorted(known))}. Correct the name."
@@ -99,6 +101,7 @@ def read(variables: Mapping[str, str]) -> Rule | None:
         least=least,
         most=most,
         phases=_phases(given),
+        count=_count(given),
     )
 
 
@@ -132,6 +135,13 @@ def _window(given: Mapping[str, str]) -> tuple[int, int]:
         f"{PREFIX}TOKENS={text!r}: wanted LEAST-MOST tokens of a batch, between 1 and {MOST_TOKENS}, such as 2-32. "
         "Correct it, or unset it for its default."
     )
+
+
+def _count(given: Mapping[str, str]) -> bool:
+    text = given.get(PREFIX + "COUNT", "off")
+    if text not in ("on", "off"):
+        raise BadSetting(f"{PREFIX}COUNT={text!r}: wanted on or off. Correct it, or unset it for off.")
+    return text == "on"
 
 
 def _phases(given: Mapping[str, str]) -> tuple[str, ...]:

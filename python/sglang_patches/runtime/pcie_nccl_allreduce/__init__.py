@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_patches.runtime.pcie_nccl_allreduce import agreement, ipc
+from sglang_patches.runtime.pcie_nccl_allreduce import agreement, ipc, paths
 from sglang_patches.runtime.pcie_nccl_allreduce.agreement import NcclSettingsMismatch, before_communicators
 from sglang_patches.runtime.pcie_nccl_allreduce.decision import prepare
 from sglang_patches.runtime.pcie_nccl_allreduce.guard import guards_eager_calls, made_for_graphs, replays_graph
@@ -32,10 +32,12 @@ __all__ = [
 
 
 def after_communicators(coordinator: Any, group_name: str) -> None:
-    """Upstream has made the pynccl and PCIe-IPC communicators of a group: tell of the first, agree on the second.
+    """Upstream has made the pynccl and PCIe-IPC communicators of a group: tell of the first, agree on the second, and
+    count its all-reduces if this server has metrics.
 
     Args:
         coordinator: upstream's ``GroupCoordinator``.
     """
+    paths.decide()
     agreement.after_communicators(coordinator, group_name)
     ipc.all_ranks_or_none(coordinator, group_name)
