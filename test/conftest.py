@@ -28,6 +28,10 @@ for _name in list(os.environ):
     if _name.startswith(_STEERING) and _name not in _PLACES:
         del os.environ[_name]
 
+# The models are small: a second thread gains nothing, and where other processes have its core, the first one waits for
+# it in every matrix product, thirty times as long as the product takes.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 # Behind the variables above: it reads the patches.
 import lane_table  # noqa: E402
 

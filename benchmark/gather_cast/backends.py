@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -18,6 +19,7 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 
 REPO = Path(__file__).parents[2]
 PATCH = "flashinfer-mla-gather-cast"
+_one_rank = ExitStack()  # to the end of the process
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Sizes:
 
 def publish_arguments(device: str) -> None:
     """Upstream's process-wide arguments, which its backends ask."""
-    from sglang.srt.runtime_context import SpawnRanks, publish
+    from sglang.srt import runtime_context
     from sglang.srt.server_args import ServerArgs
 
     backend, dtype = ("torch_native", "float32") if device == "cpu" else ("flashinfer", "bfloat16")
@@ -49,8 +51,13 @@ def publish_arguments(device: str) -> None:
         model_path=str(REPO / "test" / "models" / "tiny-kimi"), device=device, attention_backend=backend, dtype=dtype,
         sampling_backend="pytorch", grammar_backend="none", log_level="warning",
     )  # fmt: skip
-    arguments.resolve_once()
-    publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
+    if hasattr(arguments, "resolve_once"):
+        arguments.resolve_once()
+        ranks = runtime_context.SpawnRanks(world_rank=0, gpu_id=0)
+        runtime_context.publish(arguments, role="scheduler", ranks=ranks)
+    else:  # resolved as they are made; ranks are asked of torch.distributed, where there is one
+        runtime_context.publish(arguments, role="scheduler")
+        _one_rank.enter_context(runtime_context.get_parallel().override(attn_tp_size=1))
 
 
 def modules() -> tuple[ModuleType, ModuleType]:
@@ -76,13 +83,27 @@ def modules() -> tuple[ModuleType, ModuleType]:
     return upstreams, patched
 
 
+def _translator(requests: Any, pool: Any, page: int, device: str) -> Any:
+    """Upstream's, from places in the request table to slots of the pool; None in lanes whose backends do it alone."""
+    if importlib.util.find_spec("sglang.srt.mem_cache.kv_index_translator") is None:
+        return None
+    from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
+
+    return KVIndexTranslator(
+        req_to_token=requests.req_to_token,
+        token_to_kv_pool_allocator=None,
+        token_to_kv_pool=pool,
+        page_size=page,
+        device=device,
+    )
+
+
 class Server:
     """A target backend and a draft's, over one pool (`pool`, or a new one of ``slots`` token slots)."""
 
     def __init__(
         self, module: ModuleType, sizes: Sizes, page: int, slots: int, requests: int, pool: Any = None
     ) -> None:
-        from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
         from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool, ReqToTokenPool
 
         self.sizes, device = sizes, sizes.device
@@ -90,21 +111,15 @@ class Server:
             slots, page, torch.float8_e4m3fn, sizes.latent, sizes.rope, sizes.layers, device, False
         )
         self.requests = ReqToTokenPool(requests, sizes.context, device, False)
-        self.translator = KVIndexTranslator(
-            req_to_token=self.requests.req_to_token,
-            token_to_kv_pool_allocator=None,
-            token_to_kv_pool=self.pool,
-            page_size=page,
-            device=device,
-        )
+        self.translator = _translator(self.requests, self.pool, page, device)
         config = SimpleNamespace(
             num_attention_heads=sizes.heads, context_len=sizes.context, qk_nope_head_dim=128, v_head_dim=128,
             qk_rope_head_dim=sizes.rope, kv_lora_rank=sizes.latent, scaling=sizes.dim**-0.5,
         )  # fmt: skip
         runner = SimpleNamespace(
             model_config=config, device=device, req_to_token_pool=self.requests, token_to_kv_pool=self.pool,
-            kv_index_translator=self.translator, page_size=page, dtype=torch.bfloat16,
-            server_args=SimpleNamespace(enable_pdmux=False),
+            kv_index_translator=self.translator, page_size=page, dtype=torch.bfloat16, token_to_kv_pool_allocator=None,
+            server_args=SimpleNamespace(enable_pdmux=False, page_size=page),
         )  # fmt: skip
         self.backend = module.FlashInferMLAAttnBackend(runner)
         self.backend.init_cuda_graph_state(sizes.captured, sizes.captured * sizes.width)
@@ -115,10 +130,13 @@ class Server:
         """One forward's batch: the requests in ``rows`` of the request table, of ``lens`` tokens."""
         host, device = torch.tensor(lens), self.sizes.device
         lengths, indices = host.to(device), torch.tensor(rows, device=device)
-        plan = self.translator.plan(req_pool_indices=indices, seq_lens=lengths, seq_lens_cpu=host, write_virtual=None)
+        plan = self.translator and self.translator.plan(
+            req_pool_indices=indices, seq_lens=lengths, seq_lens_cpu=host, write_virtual=None
+        )
         return SimpleNamespace(
             forward_mode=mode, batch_size=len(rows), req_pool_indices=indices, seq_lens=lengths, seq_lens_cpu=host,
             seq_lens_sum=sum(lens), kv_loc_plan=plan, attn_attend_prefix_cache=None, attn_dcp_metadata=None,
+            out_cache_loc=None,
             **({"spec_info": None, "positions": torch.zeros(len(rows), dtype=torch.int64, device=device)} | more),
         )  # fmt: skip
 

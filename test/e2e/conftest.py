@@ -74,7 +74,11 @@ class Servers:
             port = free_port()
             draft = DRAFT if speculation else None
             server = Server(serve_command(port, MODEL, draft, [*arguments, *SERVER_ARGS]), port, MODEL, draft, {})
-            server.wait_ready()
+            try:
+                server.wait_ready()
+            except BaseException:  # Ctrl-C too: nobody else knows of the server yet
+                server.stop()
+                raise
             print(f"\n{name} server ready after {server.ready_seconds:.0f} s, log: {server.log_path}")
             self._alive[name] = server
         server = self._alive.pop(name)

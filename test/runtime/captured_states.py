@@ -6,71 +6,30 @@ and its parallel groups once a process.
 
 For every list and every kind of forward, ``FOLDER/rank<r>.pt`` gets the sequences (each a list of token ids whose last
 token a row is for) and the captured states of their last tokens, (rows, K * hidden size); "deferred" has how often a
-layer left its sum over the ranks to the next.
+layer left its sum over the ranks to the next, None where this upstream's layers do not on a CPU.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-os.environ |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
-
+import runners
 import torch
 from ranks import free_port
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 
-MODELS = Path(__file__).parents[1] / "models"
 Batch = list[tuple[list[int], int]]
 
 
 def make_runner(rank: int, tp: int, port: int) -> Any:
-    """Upstream's `ModelRunner` of rank ``rank``, as `sglang.benchmark.one_batch` makes it, as the target of EAGLE-3."""
-    from sglang.benchmark.one_batch import _init_process_global_configs
-    from sglang.srt.configs.model_config import ModelConfig
-    from sglang.srt.distributed import bootstrap
-    from sglang.srt.entrypoints.engine import _set_envs_and_config
-    from sglang.srt.model_executor.model_runner import ModelRunner
-    from sglang.srt.runtime_context import SpawnRanks, get_device, publish, spawn_world_rank
-    from sglang.srt.server_args import ServerArgs
-
-    arguments = ServerArgs(
-        model_path=str(MODELS / "tiny-kimi"),
-        device="cpu",
-        attention_backend="torch_native",
-        sampling_backend="pytorch",
-        grammar_backend="none",
-        dtype="float32",
-        max_total_tokens=2048,
-        tp_size=tp,
-        speculative_algorithm="EAGLE3",
-        speculative_draft_model_path=str(MODELS / "tiny-kimi-eagle3"),
-        speculative_num_steps=3,
-        speculative_eagle_topk=1,
-        speculative_num_draft_tokens=4,
-        log_level="warning",
-    )
-    # Upstream wants a NUMA node a rank unless told where to run; it binds nothing without AMX.
-    cores = sorted(os.sched_getaffinity(0))
-    os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[r % len(cores)]) for r in range(tp))
-    # An installed NCCL is taken for a usable one, GPU or not.
-    os.environ["SGLANG_NCCL_SO_PATH"] = "/nonexistent"
-    arguments.resolve_once()
-    _set_envs_and_config(arguments)
-    ranks = SpawnRanks(world_rank=spawn_world_rank(arguments, tp_rank=rank, pp_rank=0), gpu_id=rank)
-    publish(arguments, role="scheduler", ranks=ranks)
-    _init_process_global_configs()
-    config = ModelConfig.from_server_args(arguments)
-    bootstrap.init_parallel_runtime(server_args=arguments, device=get_device().device, dist_port=port)
-    bootstrap.init_layer_runtime(model_config=config)
-    runner = ModelRunner(
-        model_config=config, mem_fraction_static=0.5, gpu_id=rank, nccl_port=port, server_args=arguments
-    )
+    """The target's `ModelRunner` of rank ``rank``, ready for forwards."""
+    _, runner = runners.start(port, rank, tp)
     runner.alloc_memory_pool()
     runner.init_attention_backends()
     runner.init_cuda_graphs()
@@ -254,24 +213,27 @@ def record_fused(runner: Any) -> dict[str, Any]:
 
 
 def main(rank: int, tp: int, port: int, folder: Path, lists: list[str]) -> None:
-    from sglang.srt.layers.layer_boundary.residual.stream import OwedOutput
-
     from sglang_patches.runtime.deepseek_v2_embedding_capture.layer_ids import LayerIds, Request
 
     runner = make_runner(rank, tp, port)
-    found: dict[str, Any] = {"deferred": 0}
+    found: dict[str, Any] = {"deferred": None}
+    # In other lanes no layer defers anything without the GPU's fused kernel.
+    if defers := find_spec("sglang.srt.layers.layer_boundary"):
+        from sglang.srt.layers.layer_boundary.residual.stream import OwedOutput
 
-    def count(_: Any, __: Any, output: tuple[Any, Any]) -> None:
-        found["deferred"] += isinstance(output[0], OwedOutput)
+        found["deferred"] = 0
 
-    for layer in runner.model.language_model.model.layers:
-        layer.register_forward_hook(count)
+        def count(_: Any, __: Any, output: tuple[Any, Any]) -> None:
+            found["deferred"] += isinstance(output[0], OwedOutput)
+
+        for layer in runner.model.language_model.model.layers:
+            layer.register_forward_hook(count)
     for text in lists:
         ids = tuple(int(part) for part in text.split(","))
         runner.model.set_eagle3_layers_to_capture(LayerIds(Request(ids, "the test", "layer-output", "the test")))
         with torch.inference_mode():
             found[text] = record(runner)
-    if tp > 1:
+    if tp > 1 and defers:
         text = lists[0]
         ids = tuple(int(part) for part in text.split(","))
         runner.model.set_eagle3_layers_to_capture(LayerIds(Request(ids, "the test", "layer-output", "the test")))

@@ -17,51 +17,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-os.environ |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
-
+import runners
 import torch
-from drafts import DRAFT, TARGET
 from ranks import free_port
 from safetensors.torch import load_file
 
 PATCH = "kimi-k25-eagle3-delegation"
 
 
-def start() -> tuple[Any, Any]:
-    """Upstream's arguments, published, and the target's `ModelRunner`, as `sglang.benchmark.one_batch` makes it."""
-    from sglang.benchmark.one_batch import _init_process_global_configs
-    from sglang.srt.configs.model_config import ModelConfig
-    from sglang.srt.distributed import bootstrap
-    from sglang.srt.entrypoints.engine import _set_envs_and_config
-    from sglang.srt.model_executor.model_runner import ModelRunner
-    from sglang.srt.runtime_context import SpawnRanks, get_device, publish, spawn_world_rank
-    from sglang.srt.server_args import ServerArgs
-
-    arguments = ServerArgs(
-        model_path=str(TARGET), device="cpu", attention_backend="torch_native", sampling_backend="pytorch",
-        grammar_backend="none", dtype="float32", max_total_tokens=2048, speculative_algorithm="EAGLE3",
-        speculative_draft_model_path=str(DRAFT), speculative_num_steps=3, speculative_eagle_topk=1,
-        speculative_num_draft_tokens=4, log_level="warning",
-    )  # fmt: skip
-    arguments.resolve_once()
-    _set_envs_and_config(arguments)
-    publish(
-        arguments,
-        role="scheduler",
-        ranks=SpawnRanks(world_rank=spawn_world_rank(arguments, tp_rank=0, pp_rank=0), gpu_id=0),
-    )
-    _init_process_global_configs()
-    config, port = ModelConfig.from_server_args(arguments), free_port()
-    bootstrap.init_parallel_runtime(server_args=arguments, device=get_device().device, dist_port=port)
-    bootstrap.init_layer_runtime(model_config=config)
-    runner = ModelRunner(model_config=config, mem_fraction_static=0.5, gpu_id=0, nccl_port=port, server_args=arguments)
-    return arguments, runner
-
-
 def load(arguments: Any, folder: Path) -> dict[str, Any]:
     """Load one draft as upstream's draft worker does."""
     from sglang.srt.configs.model_config import ModelConfig
-    from sglang.srt.model_executor.model_runner import ModelRunner
 
     from sglang_patches.runtime import _outcome
 
@@ -69,10 +35,7 @@ def load(arguments: Any, folder: Path) -> dict[str, Any]:
     config = ModelConfig.from_server_args(arguments, model_path=str(folder), is_draft_model=True)
     result: dict[str, Any] = {"error": None}
     try:
-        model = ModelRunner(
-            model_config=config, mem_fraction_static=0.5, gpu_id=0, nccl_port=0, server_args=arguments,
-            is_draft_worker=True,
-        ).model  # fmt: skip
+        model = runners.runner(arguments, config, is_draft_worker=True).model
     except Exception as error:
         result["error"] = [type(error).__name__, str(error)]
     else:
@@ -130,7 +93,7 @@ def ask(wrapper: Any) -> dict[str, Any]:
 def main(folder: Path) -> None:
     from sglang_patches.runtime import _outcome
 
-    arguments, runner = start()
+    arguments, runner = runners.start(free_port())
     results: dict[str, Any] = {"checked": _outcome.outcomes().get(PATCH)}
     for draft in sorted(path for path in folder.iterdir() if path.is_dir()):
         results[draft.name] = load(arguments, draft)

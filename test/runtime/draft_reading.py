@@ -15,9 +15,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import runners
 import torch
-from draft_loading import start
 from draft_reference import inputs
+from ranks import free_port
 
 from sglang_patches.draft import shapes
 
@@ -72,17 +73,13 @@ def updated(model: Any) -> bool | str:
 def load(arguments: Any, target: Any, folder: Path) -> dict[str, Any]:
     """Load one draft and join it to the target as upstream's draft worker does (``EagleDraftWorker.init_lm_head``)."""
     from sglang.srt.configs.model_config import ModelConfig
-    from sglang.srt.model_executor.model_runner import ModelRunner
 
     from sglang_patches.runtime import _outcome
 
     os.environ["SGLANG_PATCHES_DRAFT_CONTRACT"] = "warn" if folder.name.endswith("-warn") else "refuse"
     try:
         config = ModelConfig.from_server_args(arguments, model_path=str(folder), is_draft_model=True)
-        model = ModelRunner(
-            model_config=config, mem_fraction_static=0.5, gpu_id=0, nccl_port=0, server_args=arguments,
-            is_draft_worker=True,
-        ).model  # fmt: skip
+        model = runners.runner(arguments, config, is_draft_worker=True).model
     except Exception as error:
         return {"error": [type(error).__name__, str(error)]}
     kept: dict[str, Any] = {}
@@ -107,7 +104,7 @@ def load(arguments: Any, target: Any, folder: Path) -> dict[str, Any]:
 
 
 def main(folder: Path) -> None:
-    arguments, runner = start()
+    arguments, runner = runners.start(free_port())
     drafts = sorted(path for path in folder.iterdir() if path.is_dir())
     results = {draft.name: load(arguments, runner.model.language_model, draft) for draft in drafts}
     (folder / "results.json").write_text(json.dumps(results))

@@ -17,6 +17,7 @@ from unittest import mock
 
 import captured_states
 import torch
+from drafts import TARGET
 from oea_paper import PREFIX, REQUESTS, RULES, WIDTH, text
 from ranks import free_port
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
@@ -96,7 +97,7 @@ def calls() -> dict[str, Any]:
     refused = ""
     try:
         ServerArgs(
-            model_path=str(captured_states.MODELS / "tiny-kimi"), device="cpu", attention_backend="torch_native",
+            model_path=str(TARGET), device="cpu", attention_backend="torch_native",
             enable_torch_compile=True,
         ).resolve_once()  # fmt: skip
     except oea_topk.settings.BadSetting as error:

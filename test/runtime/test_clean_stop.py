@@ -15,7 +15,7 @@ OWNER = """
 import os, signal, sys, time, multiprocessing
 from sglang.srt.server_args import PortArgs
 from sglang.srt.managers.load_snapshot import shm_path_for
-from sglang.srt.utils import kill_process_tree
+from sglang.srt.utils import kill_process_tree, set_prometheus_multiproc_dir
 from sglang_patches.runtime import clean_stop
 
 def work(held):
@@ -34,29 +34,44 @@ if __name__ == "__main__":
         sys.exit()  # a fork must not remove its parent's files
     os.wait()
     assert os.path.exists(shm_path_for(sys.argv[2]))
+    set_prometheus_multiproc_dir()
+    open(os.environ["PROMETHEUS_MULTIPROC_DIR"] + "/gauge.db", "w").close()
     if sys.argv[3] == "exit":
         kill_process_tree(os.getpid(), include_parent=False)
     elif sys.argv[3] == "sigterm":
         clean_stop.exit_on_sigterm()
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(60)
+    elif sys.argv[3] == "from outside":
+        kill_process_tree(os.getpid(), include_parent=False)
+        os.kill(os.getpid(), signal.SIGKILL)
     else:
         kill_process_tree(os.getpid())
 """
 
 
 @pytest.mark.parametrize(
-    ("how", "status", "sockets"), [("exit", 0, 0), ("sigterm", 128 + signal.SIGTERM, 0), ("kill", -signal.SIGKILL, 5)]
+    ("how", "status", "stay"),
+    [
+        ("exit", 0, False),
+        ("sigterm", 128 + signal.SIGTERM, False),
+        ("kill", -signal.SIGKILL, False),  # itself, as upstream does when a child has failed
+        ("from outside", -signal.SIGKILL, True),
+    ],
 )
-def test_files_go_with_the_process_that_owns_them(tmp_path: Path, how: str, status: int, sockets: int) -> None:
+def test_files_go_with_the_process_that_owns_them(tmp_path: Path, how: str, status: int, stay: bool) -> None:
     script = tmp_path / "owner.py"
     script.write_text(OWNER)
     folder = tmp_path / "sockets"
     folder.mkdir()
-    instance = f"test{os.getpid()}{how}"
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    instance = f"test{os.getpid()}{how.replace(' ', '')}"
     before = set(os.listdir("/dev/shm"))
     command = [sys.executable, str(script), str(folder), instance, how]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    environ = {key: found for key, found in os.environ.items() if key != "PROMETHEUS_MULTIPROC_DIR"}
+    environ["TMPDIR"] = str(temporary)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environ)
     assert done.returncode == status, done.stderr
     # After a kill it is the resource tracker that removes shared memory, once it sees that all others have ended.
     deadline = time.monotonic() + 20
@@ -64,7 +79,8 @@ def test_files_go_with_the_process_that_owns_them(tmp_path: Path, how: str, stat
         time.sleep(0.1)
     left = [name for name in set(os.listdir("/dev/shm")) - before if instance in name]
     assert left == []
-    assert len(list(folder.iterdir())) == sockets
+    assert len(list(folder.iterdir())) == (5 if stay else 0)
+    assert bool(list(temporary.rglob("gauge.db"))) == stay
     if how == "exit":
         assert "leaked" not in done.stderr
 

@@ -31,14 +31,15 @@ States: TypeAlias = dict[str, tuple[list[list[int]], torch.Tensor]]
 def captured(folder: Path, tp: int, *lists: tuple[int, ...]) -> list[dict[Any, Any]]:
     """By rank and list of ids: what `captured_states.py` found.
 
-    With several ranks layers must have left their sums to the next: only then a partial sum could have been captured.
+    With several ranks layers must have left their sums to the next, where this upstream's can: only then a partial sum
+    could have been captured.
     """
     texts = [",".join(map(str, ids)) for ids in lists]
     command = [sys.executable, str(HERE / "captured_states.py"), str(tp), str(folder), *texts]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     ranks = [torch.load(folder / f"rank{rank}.pt") for rank in range(tp)]
-    assert all((found["deferred"] > 0) == (tp > 1) for found in ranks)
+    assert all(found["deferred"] is None or (found["deferred"] > 0) == (tp > 1) for found in ranks)
     told = [{ids: found[text] for ids, text in zip(lists, texts, strict=True)} for found in ranks]
     return [
         states | {name: found[name] for name in FUSED if name in found}

@@ -167,15 +167,18 @@ def test_context_parallel_prefill_runs_the_body_and_the_head_of_the_language_mod
             return self.language_model.get_input_embeddings()
 
     @contextlib.contextmanager
-    def one_rank(embeds: Any, positions: Any, batch: Any, ids: Any) -> Any:
-        yield embeds, positions, ids
+    def one_rank(embeds: Any, positions: Any, batch: Any, *ids: Any) -> Any:
+        yield embeds, positions, *ids
 
     monkeypatch.setattr(eager_runner, "cp_shard_model_inputs", one_rank)
     monkeypatch.setattr(eager_runner, "cp_gather_after_forward", lambda states, batch, stream: states)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     runner = SimpleNamespace(model_runner=SimpleNamespace(model=Wrapper()))
     batch = SimpleNamespace(input_ids=torch.tensor([1, 2]), positions=torch.tensor([0, 1]))
-    told, ids, hidden, head, seen, aux = eager_runner.EagerRunner._execute_extend_cp(runner, batch, {})
+    # The same path has another name in other lanes.
+    names = ("_execute_extend_cp", "_execute_extend_cp_v2")
+    (path,) = [getattr(eager_runner.EagerRunner, name) for name in names if hasattr(eager_runner.EagerRunner, name)]
+    told, ids, hidden, head, seen, aux = path(runner, batch, {})
     assert (told, head, seen is batch, ids is batch.input_ids) == ("logits", "head", True, True)
     assert hidden.tolist() == [2.0, 3.0]
     assert [state.tolist() for state in aux] == [[1.0, 2.0]]

@@ -3,8 +3,10 @@
 Upstream 0.5.23 never removes the shared-memory file of its load snapshots (``managers/load_snapshot.py``) and the
 UNIX sockets between its processes (``PortArgs.init_new``). Where it kills its children (``kill_process_tree``: on
 SIGINT, and whenever one of them fails), it kills Python's resource tracker too, whose job is to remove the semaphores
-of processes that die so. And a SIGTERM before the first request kills the launching process where it stands. Where a
-child has died, it holds the rest of the server for a minute in which it answers nothing.
+of processes that die so. Where the launching process then kills itself as well (when a child has failed, and on 0.5.17
+at the end of every SIGTERM), nothing is done that Python does at exit, such as to remove the Prometheus files. And a
+SIGTERM before the first request kills the launching process where it stands. Where a child has died, it holds the rest
+of the server for a minute in which it answers nothing.
 """
 
 from __future__ import annotations
@@ -27,6 +29,10 @@ if TYPE_CHECKING:
 
 _IPC = "ipc://"
 _SHARED_MEMORY = "/dev/shm"
+# Between SIGKILL and the end of a process that writes files.
+_CHILDREN_END_SECONDS = 2.0
+# Process that launched the server -> its files; emptied as they are removed.
+_owned: dict[int, list[str]] = {}
 
 
 def files_of(port_args: PortArgs) -> list[str]:
@@ -41,22 +47,39 @@ def files_of(port_args: PortArgs) -> list[str]:
 def remove_at_exit(port_args: PortArgs) -> None:
     """Remove this server's files when this process, which launches the others and outlives them, ends.
 
-    After a SIGKILL, which upstream also sends itself when a child failed, the resource tracker still removes what is in
-    shared memory; the sockets stay.
+    After a SIGKILL from outside, the resource tracker still removes what is in shared memory; the sockets stay.
     """
     files = files_of(port_args)
     for name in _shared_memory_names(files):
         resource_tracker.register(name, "shared_memory")
-    atexit.register(_remove, os.getpid(), files)
+    _owned.setdefault(os.getpid(), []).extend(files)
+    atexit.register(_remove)
+
+
+def before_own_kill(killed: Sequence[psutil.Process]) -> None:
+    """What would be removed at exit, removed now: upstream is about to send SIGKILL to this process, its own.
+
+    Args:
+        killed: the children that have been sent one already.
+    """
+    if os.getpid() not in _owned:
+        return
+    psutil.wait_procs(killed, timeout=_CHILDREN_END_SECONDS)
+    _remove()
+    from sglang.srt.utils import common
+
+    # Upstream's own folder, made where metrics are on.
+    if folder := getattr(common, "prometheus_multiproc_dir", None):
+        with contextlib.suppress(OSError):
+            folder.cleanup()
 
 
 def _shared_memory_names(files: Sequence[str]) -> list[str]:
     return [file.removeprefix(_SHARED_MEMORY) for file in files if file.startswith(_SHARED_MEMORY + "/")]
 
 
-def _remove(owner: int, files: Sequence[str]) -> None:
-    if os.getpid() != owner:  # a fork inherits exit handlers
-        return
+def _remove() -> None:
+    files = _owned.pop(os.getpid(), [])  # a fork, which inherits exit handlers, has none
     for file in files:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(file)

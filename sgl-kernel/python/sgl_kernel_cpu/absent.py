@@ -5,17 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NoReturn
 
-# SGLang tries these imports and has a fallback of its own when they fail, so they must not resolve.
-PROBED = frozenset(
-    {
-        "allreduce",
-        "metal",
-        "rmsnorm",
-        "scalar_type",
-        "kvcacheio.get_device_accessible_ptr",
-        "kvcacheio.transfer_embedding_ranges_direct",
-    }
-)
+_EVERY_RELEASE = ("allreduce", "metal", "rmsnorm", "scalar_type")
+# By upstream release: imports that SGLang tries, with a fallback of its own when they fail, so they must not resolve.
+PROBED_BY = {
+    "0.5.23": frozenset(
+        {*_EVERY_RELEASE, "kvcacheio.get_device_accessible_ptr", "kvcacheio.transfer_embedding_ranges_direct"}
+    ),
+    "0.5.17": frozenset(
+        {
+            *_EVERY_RELEASE,
+            "awq_dequantize",
+            "causal_conv1d_fwd",
+            "causal_conv1d_update",
+            "gptq_gemm",
+            "gptq_shuffle",
+        }
+    ),
+}
+# No release needs to import what another one probes.
+PROBED = frozenset().union(*PROBED_BY.values())
 
 
 class NotProvided:

@@ -156,8 +156,8 @@ def check_before_spawn(server_args: Any) -> None:
 def refuse_images_in_context_parallel(server_args: Any, target: Any) -> None:
     """Context-parallel prefill of the wrapper (``EagerRunner._execute_extend_cp``) embeds token ids alone.
 
-    An image's placeholders would be looked up as tokens, so its features never reach the model. Upstream 0.5.23 admits
-    the combination.
+    An image's placeholders would be looked up as tokens, so its features never reach the model. Upstream admits the
+    combination.
 
     Args:
         target: upstream's ``ModelConfig`` of the target.
@@ -170,10 +170,13 @@ def refuse_images_in_context_parallel(server_args: Any, target: Any) -> None:
 
     ranks = get_parallel().attn_cp_size
     if ranks > 1 and target.is_multimodal and WRAPPER in (target.hf_config.architectures or ()):
+        # Not every lane can serve the wrapper without its vision tower.
+        has_option = "language_model_only" in lane.here().argument_names()
+        text_only = "with --language-model-only to serve text, or " if has_option else ""
         raise ValueError(
             f"{target.model_path} ({WRAPPER}) takes images, and --enable-prefill-cp spreads a prefill over {ranks} "
-            "ranks, where upstream 0.5.23 embeds the token ids alone and leaves image features out. Start with "
-            "--language-model-only to serve text, or without --enable-prefill-cp to serve images."
+            "ranks, where upstream embeds the token ids alone and leaves image features out. Start "
+            f"{text_only}without --enable-prefill-cp to serve images."
         )
 
 
