@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
+from sglang_patches import api_key as keys
 from sglang_patches.document.secrets import mask_text
 from sglang_patches.errors import PatchError, told
 from sglang_patches.observe.figures import Figures, as_json, figures
@@ -58,7 +59,9 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Read twice, print, and end.")] = False,
     as_document: Annotated[bool, typer.Option("--json", help="With --once: print JSON.")] = False,
     svg: Annotated[Path | None, typer.Option(help="With --once: write the screen to this file, too.")] = None,
-    api_key: Annotated[str, typer.Option(envvar="SGLANG_API_KEY", help="The server's API key, if it has one.")] = "",
+    api_key: Annotated[
+        str, typer.Option(help="The server's API key; else SGLANG_API_KEY_FILE or SGLANG_API_KEY.")
+    ] = "",
 ) -> None:
     """Watch a server: tokens/s, accept length by position, time of verify and draft, CUDA graphs, all-reduce, KV cache.
 
@@ -71,8 +74,10 @@ def top(
         if (as_document or svg) and not once:
             raise PatchError("--json and --svg are for one screen\n  remedy     add --once")
 
+        key = keys.of_requests(api_key)
+
         def read() -> Scrape:
-            return fetch(url, api_key)
+            return fetch(url, key)
 
         if once or not sys.stdout.isatty():
             _print_once(read, interval, mask_text(url), as_document, svg)
