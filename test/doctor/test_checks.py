@@ -116,6 +116,8 @@ FIRES = [
     ("old-software", as_it_is, "patches", "failure", ["strict-api: mismatch", "reinstall"]),
     ("eight-pcie", host(patches=(Patch("provenance", "inactive"),)), "patches", "failure", ["PYTHONPATH"]),
     ("eight-pcie", host(patch_problem="unknown patch x\n  remedy     choose y"), "patches", "failure", ["choose y"]),
+    ("eight-pcie", host(import_path={"/srv": "every user can write to /srv (mode 0777)"}), "import path", "warning",
+     ["modules in /srv first", "mode 0777", "json.py", "PYTHONSAFEPATH=1"]),
     ("old-software", as_it_is, "allocator", "warning", ["PYTORCH_CUDA_ALLOC_CONF", "2.0 us", "17.8"]),
     ("container-small-shm", as_it_is, "shared memory", "failure", ["60 MiB", "588 MiB", "--shm-size"]),
     ("nvlink", host(shm=GIB, shm_free=GIB // 2), "shared memory", "warning", ["512 MiB", "1.0 GiB"]),
@@ -162,6 +164,7 @@ QUIET = [
     ("eight-pcie", host(installed={**recorded("eight-pcie").installed, "torch": "2.14.1+cu130"}), "versions"),
     ("eight-pcie", host(nccl=(Library("/x/libnccl.so.2", "2.31.0"),)), "NCCL"),
     ("eight-pcie", host(kernels=Kernels("/x/common_ops.so", (), (90,))), "sgl_kernel"),  # PTX, compiled at first use
+    ("eight-pcie", as_it_is, "import path"),
     ("eight-pcie", host(environment={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}), "allocator"),
     ("eight-pcie-iommu", host(shm_free=GIB), "shared memory"),
     ("container-small-shm", serving(tp=1), "shared memory"),

@@ -188,7 +188,8 @@ def test_health_check_asks_the_server_that_runs(server: HTTPServer, spelling: st
     (tmp_path / "7").mkdir()
     (tmp_path / "7" / "cmdline").write_bytes(b"tini\0--\0entrypoint\0")
     (tmp_path / "30").mkdir()
-    line = f"python -m sglang.launch_server {spelling.format(server.server_port)}"
+    flag = "-P " if "=" in spelling else ""
+    line = f"python {flag}-m sglang.launch_server {spelling.format(server.server_port)}"
     (tmp_path / "30" / "cmdline").write_bytes(line.replace(" ", "\0").encode() + b"\0")
     command = [sys.executable, "-S", "-c", HEALTH, str(tmp_path)]
     # A proxy is for other hosts; nothing listens there.

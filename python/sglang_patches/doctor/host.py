@@ -160,6 +160,8 @@ class Host:
         shm, shm_free: /dev/shm.
         limits: hard limits by name: ``nofile``, ``memlock`` (bytes), ``nproc``; -1 is unlimited.
         environment: variables that concern the checks.
+        import_path: folders that ``python -m`` started here loads modules from and another user can write to, each with
+            the reason.
         installed, pinned: versions by distribution; `pinned` is what SGLang's and torch's own metadata ask for.
         nccl: NCCL libraries that one process has loaded.
         patches: states, and `patch_problem` where the selection is not usable.
@@ -188,6 +190,7 @@ class Host:
     shm_free: int | None = None
     limits: dict[str, int] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
+    import_path: dict[str, str] = field(default_factory=dict)
     installed: dict[str, str] = field(default_factory=dict)
     pinned: dict[str, str] = field(default_factory=dict)
     nccl: tuple[Library, ...] | None = None
