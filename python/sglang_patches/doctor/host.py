@@ -1,7 +1,7 @@
 """A host as plain data: all that the checks look at, so that a host can be recorded here and examined elsewhere.
 
-``sglang-patches doctor --record FILE`` writes one, ``--host FILE`` reads it in place of the machine. None always means
-that the source could not be read; `Host.unread` then says why. Sizes are bytes.
+``sglang-patches doctor --record FILE`` writes one, ``--recorded FILE`` reads it in place of the machine. None always
+means that the source could not be read; `Host.unread` then says why. Sizes are bytes.
 """
 
 from __future__ import annotations
@@ -124,7 +124,8 @@ class Model:
 @dataclass(frozen=True, slots=True)
 class Serving:
     """What is to be served. `draft_refused` and `draft_warnings` are those of ``sglang-patches draft check``;
-    `memory_fraction` is upstream's ``--mem-fraction-static``."""
+    `memory_fraction`, `base_gpu` and `gpu_step` are upstream's ``--mem-fraction-static``, ``--base-gpu-id`` and
+    ``--gpu-id-step``."""
 
     __pydantic_config__ = _STRICT
 
@@ -132,6 +133,8 @@ class Serving:
     port: int = 30000
     port_free: bool = True
     memory_fraction: float = 0.9
+    base_gpu: int = 0
+    gpu_step: int = 1
     model: Model | None = None
     draft: Model | None = None
     draft_refused: tuple[str, ...] = ()
