@@ -19,7 +19,7 @@ import typer
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from sglang_patches import api_key, selection, serve
+from sglang_patches import api_key, baked, selection, serve
 from sglang_patches.document import secrets
 from sglang_patches.errors import PatchError, told
 
@@ -316,6 +316,7 @@ def run(
     wanted = combine(recipe, line, os.environ)
     said = _keys(name, recipe, wanted, dry_run)
     launch = plan(wanted, selection.has_gpu() if wanted.device is None else wanted.device == "cuda")
+    launch.notes += baked.settle(launch.env)
     blind = not_reckoned(launch.argv)
     healthy = not with_doctor or doctor.run(
         wanted.model, wanted.draft, wanted.tp, wanted.port, wanted.memory_fraction, wanted.context_length,

@@ -96,6 +96,20 @@ class Overlay:
         checked = self.check(path, data, file)
         return cache.store(self._key(path), path, self.patched(path, checked), self.upstream.path(path), checked)
 
+    def missing(self, folder: str) -> list[str]:
+        """Upstream paths whose patched copies are not in a cache folder, or not as they have to be.
+
+        Raises:
+            PatchError: an installed file is not what the patches were made against.
+        """
+        lacking = []
+        for path in self.by_path:
+            original = self.upstream.path(path)
+            data = self.check(path, self.upstream.read(path), original)
+            if not cache.holds(folder, self._key(path), path, self.patched(path, data), original, data):
+                lacking.append(path)
+        return lacking
+
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """Spec of a patched or provided module; None for every other, which the next finder then loads."""
         package = self.provides.get(fullname)

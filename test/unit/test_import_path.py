@@ -161,7 +161,7 @@ def test_a_server_started_by_hand_says_so_once(sandbox: Sandbox, shared: Path) -
 def test_what_we_start_besides_servers_too() -> None:
     """Which get it from their environment, so that what they start has it."""
     package = Path(import_path.__file__).parent
-    started = {}
+    started: dict[str, list[str]] = {}
     for file in package.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.List) and len(node.elts) > 1 and ast.unparse(node.elts[0]) == "sys.executable":
