@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,7 @@ class Tiny(AbstractContextManager["Tiny"]):
         self.ready_s = float("nan")
         self.seen: dict[int, psutil.Process] = {}
         self.parts: dict[int, str] = {}
+        self.mapped: set[int] = set()
         self.left: list[str] = []
 
     def __enter__(self) -> Tiny:
@@ -88,6 +89,7 @@ class Tiny(AbstractContextManager["Tiny"]):
             with contextlib.suppress(httpx.HTTPError):
                 if httpx.get(f"{self.url}/ready", timeout=5).status_code == 200:
                     self.ready_s = time.monotonic() - self.started
+                    self.mapped |= mapped(process.pid for process in self.tree())
                     self.parts = {process.pid: title for process in self.tree() if (title := _title(process))}
                     return
             time.sleep(0.5)
@@ -135,7 +137,7 @@ class Tiny(AbstractContextManager["Tiny"]):
 
     def end(self, how: signal.Signals = signal.SIGTERM) -> list[str]:
         """Ask it to end, wait, kill what is left; what it left behind, also in `left`. Can be called twice."""
-        self.tree()
+        self.mapped |= mapped(process.pid for process in self.tree())
         if self.process.poll() is None:
             self.process.send_signal(how)
         self.left = self.left or self.leftovers(STOP_S)
@@ -151,8 +153,23 @@ class Tiny(AbstractContextManager["Tiny"]):
             time.sleep(0.1)
         time.sleep(0.2)
         left = [f"process {process.pid} {_name(process)}" for process in processes.alive(self.seen.values())]
-        left += [f"/dev/shm/{name}" for name in sorted(set(os.listdir("/dev/shm")) - self.shm)]
+        # Other servers of this machine make files there, too, and some are killed.
+        new = [entry for entry in os.scandir("/dev/shm") if entry.name not in self.shm]
+        left += sorted(entry.path for entry in new if entry.inode() in self.mapped)
         return left + [f"{path}" for path in sorted(self.tmp.rglob("*")) if not path.is_dir()]
+
+
+def mapped(pids: Iterable[int]) -> set[int]:
+    """Inodes of the files in /dev/shm that these processes have in memory.
+
+    By inode: a semaphore is mapped under the name that it was made with, and then gets another.
+    """
+    found = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):  # it has ended
+            lines = map(str.split, Path(f"/proc/{pid}/maps").read_text().splitlines())
+            found |= {int(line[4]) for line in lines if len(line) > 5 and line[5].startswith("/dev/shm/")}
+    return found
 
 
 def _title(process: psutil.Process) -> str:

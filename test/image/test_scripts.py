@@ -237,7 +237,7 @@ def strangers(volume: Path) -> Path:
 
 def open_to_all(volume: Path) -> Path:
     (volume / "triton").mkdir()
-    (volume / "triton").chmod(0o777)
+    (volume / "triton").chmod(0o757)  # not for a group
     return volume / "triton"
 
 
