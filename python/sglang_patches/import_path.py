@@ -35,20 +35,26 @@ def settle(environ: dict[str, str]) -> list[str]:
     return [f"{_PATH} had an empty entry, which is the current folder: left out"]
 
 
-def exposed(environ: Mapping[str, str], folder: str) -> dict[str, str]:
+def exposed(environ: Mapping[str, str], folder: str | None = None) -> dict[str, str]:
     """Folders from which a ``python -m`` in `folder` with this environment would load what another user can put there,
-    each with the reason."""
-    return _checked(_first(environ, folder))
+    each with the reason. By default in the current folder; none where that is gone."""
+    folder = folder or _here()
+    return _checked(_first(environ, folder)) if folder else {}
 
 
 def of_this_process() -> dict[str, str]:
     """The same for what this process has on its import path."""
-    try:
-        here = os.getcwd()
-    except OSError:  # it is gone, and nobody can put anything there
-        return {}
+    here = _here()
     named = [os.path.abspath(entry) for entry in os.environ.get(_PATH, "").split(os.pathsep) if entry]
-    return _checked(entry or here for entry in sys.path if entry in ("", here) or entry in named)
+    found = (entry or here for entry in sys.path if entry in ("", here) or entry in named)
+    return _checked(entry for entry in found if entry)
+
+
+def _here() -> str | None:
+    try:
+        return os.getcwd()
+    except OSError:  # it is gone, and nobody can put anything there
+        return None
 
 
 def _first(environ: Mapping[str, str], folder: str) -> Iterator[str]:

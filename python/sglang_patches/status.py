@@ -59,7 +59,7 @@ def report(upstream: Upstream, series: Series, as_json: bool) -> bool:
         "selection": os.environ.get(selection.VARIABLE, ""),
         "active": activate.finder() is not None,
         "cache": cache.folder(),
-        "import_path": import_path.exposed(os.environ, os.getcwd()),
+        "import_path": import_path.exposed(os.environ),
         "id": patch_set["id"],
         "patches": [{"name": patch.name, "state": state, "detail": detail} for patch, state, detail in rows],
     }

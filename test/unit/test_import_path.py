@@ -112,8 +112,18 @@ def test_exposed(shared: Path, tmp_path: Path) -> None:
         found = import_path.exposed({"PYTHONSAFEPATH": "1", "PYTHONPATH": f"{own}:{entry}"}, str(where))
         assert found == {str(shared): reason}, entry
     assert import_path.exposed({"PYTHONSAFEPATH": "1", "PYTHONPATH": ""}, str(shared)) == {}
+    assert import_path.exposed({}) == import_path.exposed({}, os.getcwd())
     # Not there yet: whoever can write to the folder above makes it.
     assert import_path.exposed({"PYTHONPATH": f"{shared}/new"}, str(own)) == {f"{shared}/new": reason}
+
+
+def test_a_current_folder_that_is_gone(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = shared / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert import_path.exposed({}) == {}
+    assert str(gone) not in import_path.of_this_process()
 
 
 def test_status_and_doctor_say_so(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:

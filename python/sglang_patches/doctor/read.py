@@ -111,7 +111,7 @@ def read(serving: Serving, environ: Mapping[str, str] | None = None, nvml: Any =
             for name, value in environ.items()
             if name in _ENVIRONMENT or name.startswith("NCCL_")
         },
-        import_path=ask("import path", lambda: import_path.exposed(environ, os.getcwd()), {}),
+        import_path=ask("import path", lambda: import_path.exposed(environ), {}),
         installed=_installed(),
         pinned=ask("pinned versions", _pinned, {}),
         nccl=tuple(Library(**library) for library in found["nccl"]) if "nccl" in found else None,
