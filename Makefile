@@ -35,7 +35,7 @@ $(INSTALLED): pyproject.toml hatch_build.py python/sglang_patches.pth scripts/se
 	@touch $@
 
 serve: $(INSTALLED)
-	@exec $(BIN)/python -m sglang_patches.serve --model '$(MODEL)' --draft '$(DRAFT)' --tp $(TP) --port $(PORT) -- $(ARGS)
+	@exec $(BIN)/python -P -m sglang_patches.serve --model '$(MODEL)' --draft '$(DRAFT)' --tp $(TP) --port $(PORT) -- $(ARGS)
 
 stop: $(INSTALLED)
 	@$(BIN)/sglang-patches stop --port $(PORT)

@@ -37,7 +37,7 @@ def server_arguments(proc: Path) -> list[str] | None:
             argv = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
         except OSError:  # it has ended
             continue
-        if argv[1:3] == ["-m", "sglang.launch_server"]:
+        if argv[1:3] == ["-m", "sglang.launch_server"] or argv[1:4] == ["-P", "-m", "sglang.launch_server"]:
             return argv
     return None
 

@@ -4,9 +4,9 @@
     python -m benchmark.endurance.faults --out /tmp/f --only scheduler-killed --only clock-jump
     python -m benchmark.endurance.faults --list
 
-disk-full mounts two small file systems below /tmp, which root may; clock-jump needs libfaketime (Debian's package of
-that name, or --faketime FOLDER). A scenario that this machine cannot do is told as not run. The folder gets the
-servers' logs and `faults.json`, written again after each scenario.
+disk-full mounts two small file systems below /tmp, which root may; clock-jump needs a C compiler. A scenario that this
+machine cannot do is told as not run. The folder gets the servers' logs and `faults.json`, written again after each
+scenario.
 
 Exit code: 0 all that ran went as expected, 1 one did not, 2 it could not run.
 """
@@ -50,7 +50,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="folder for faults.json and the servers' logs")
     parser.add_argument("--only", action="append", choices=tuple(SCENARIOS), help="one of them; may be repeated")
-    parser.add_argument("--faketime", default="", metavar="FOLDER", help="where libfaketimeMT.so.1 is")
     parser.add_argument("--list", action="store_true", help="name the scenarios and what must come of them, and end")
     given = parser.parse_args()
     if given.list:
@@ -73,7 +72,7 @@ def main() -> int:
 
         try:
             given.out.mkdir(parents=True, exist_ok=True)
-            stage = Stage(given.out, Path(folder, "cache"), say, faketime=given.faketime)
+            stage = Stage(given.out, Path(folder, "cache"), say)
             _run(stage, names, told)
         except (PatchError, Unexpected, httpx.HTTPError, OSError) as error:
             print(f"faults: {error}", file=sys.stderr)

@@ -8,6 +8,7 @@ same cache folder and command, as a supervisor would: `Stage.server` starts it, 
 from __future__ import annotations
 
 import contextlib
+import re
 import shutil
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from typing import Any
 
 import httpx
 
+from benchmark.endurance.clock import Clock
 from benchmark.endurance.servers import Tiny, provenance_of
 from sglang_patches.bench.server import free_port
 
@@ -29,8 +31,9 @@ LONG = 96
 #: Seconds within which a server that lost a process must be gone, all of it.
 GONE_S = 60.0
 STOPPED_S = 10.0
-# libfaketime of Debian's package of that name, and where its authors' Makefile puts it.
-_FAKETIME = ("/usr/lib/x86_64-linux-gnu/faketime", "/usr/lib/aarch64-linux-gnu/faketime", "/usr/local/lib/faketime")
+#: What the clock is off by, one after another.
+JUMPS_S = (3600, -3600, 86400, -86400)
+_OUR_SECONDS = re.compile(r"^(sglang_patches_\w*seconds(?:_sum|_total)?(?:\{.*\})? (\S+))$", re.MULTILINE)
 
 
 class Unexpected(Exception):
@@ -51,7 +54,6 @@ class Stage:
     folder: Path
     cache: Path
     say: Callable[[str], None]
-    faketime: str = ""
     port: int = field(default_factory=free_port)
     right: list[str] = field(default_factory=list)
     running: Tiny | None = None
@@ -278,40 +280,48 @@ def disk_full(stage: Stage) -> dict[str, Any]:
 
 
 def clock_jump(stage: Stage) -> dict[str, Any]:
-    """The clock jumps a day ahead and then two back while requests run (CLOCK_REALTIME only, as a real one does)."""
+    """The clock jumps ahead and back, by an hour and by a day, while requests run (`clock`: only that of the day)."""
     stage.stop()
-    library = next((Path(folder, "libfaketimeMT.so.1") for folder in (stage.faketime, *_FAKETIME) if folder
-                    and Path(folder, "libfaketimeMT.so.1").exists()), None)  # fmt: skip
-    if library is None:
-        raise NotRun("libfaketime is not here; Debian has it: apt-get install libfaketime, or --faketime FOLDER")
-    offset = stage.folder / "offset"
-    offset.write_text("+0\n")
-    environ = {"LD_PRELOAD": str(library), "FAKETIME_TIMESTAMP_FILE": str(offset), "FAKETIME_NO_CACHE": "1",
-               "FAKETIME_DONT_FAKE_MONOTONIC": "1"}  # fmt: skip
-    server = stage.start(environ=environ)
+    try:
+        clock = Clock(stage.cache.parent)
+    except FileNotFoundError as error:
+        raise NotRun(str(error)) from None
+    begun = time.monotonic()
+    server = stage.start(environ=clock.environ)
     seen = []
-    for jump in ("+86400", "-86400"):
+    for jump in JUMPS_S:
         pool, asked = stage.under_way()
-        offset.write_text(f"{jump}\n")
+        clock.set(jump)
         if all(one.done() for one in asked):
-            raise Unexpected(f"clock {jump} s: no request was under way: nothing was shown")
+            raise Unexpected(f"clock {jump:+} s: no request was under way: nothing was shown")
         answers = [one.result(timeout=300) for one in asked]
         pool.shutdown()
         if answers != stage.right:
-            raise Unexpected(f"clock {jump} s: answers {answers}, wanted {stage.right}")
+            raise Unexpected(f"clock {jump:+} s: answers {answers}, wanted {stage.right}")
         stage.check()
         if httpx.get(f"{server.url}/health", timeout=60).status_code != 200:
-            raise Unexpected(f"clock {jump} s: the server says that it is not healthy")
+            raise Unexpected(f"clock {jump:+} s: the server says that it is not healthy")
         body = {"model": server.model, "prompt": "x", "max_tokens": 1}
         created = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120).json()["created"]
-        if abs(created - time.time() - int(jump)) > 600:
-            raise Unexpected(f"clock {jump} s: the server says it is {created}, so its clock did not jump")
+        if abs(created - time.time() - jump) > 600:
+            raise Unexpected(f"clock {jump:+} s: the server says it is {created}, so its clock did not jump")
         seen.append(round(created - time.time()))
+    metrics = httpx.get(f"{server.url}/metrics", timeout=60).text
+    if wrong := impossible_times(metrics, time.monotonic() - begun):
+        raise Unexpected(f"times of patches that went with the clock: {wrong}")
     left = stage.server.end(signal.SIGTERM)
     stage.running = None
     if left:
         raise Unexpected(f"after the end: {left}")
     return {"clock_off_by_s": seen}
+
+
+def impossible_times(metrics: str, elapsed: float) -> list[str]:
+    """Lines of our own times in `metrics` (Prometheus' text) that are below 0 or above `elapsed` seconds."""
+    found = _OUR_SECONDS.findall(metrics)
+    if not found:
+        raise Unexpected("/metrics has no times of our patches: nothing was shown")
+    return [line for line, value in found if not 0 <= float(value) <= elapsed]
 
 
 #: Name -> (what must come of it, the function). In this order three of them need no start of their own.
@@ -324,5 +334,6 @@ SCENARIOS: dict[str, tuple[str, Callable[[Stage], dict[str, Any]]]] = {
     "detokenizer-killed": (f"all of the server is gone within {GONE_S:.0f} s, the log names it, no request hangs; "
                            "the restart serves", detokenizer_killed),
     "disk-full": ("serves from a private folder and says so; goes on where the log's disk is full", disk_full),
-    "clock-jump": ("requests under way complete, rightly; it stays healthy, and ends clean", clock_jump),
+    "clock-jump": ("requests under way complete, rightly; it stays healthy, its times stay possible, and it "
+                   "ends clean", clock_jump),
 }  # fmt: skip

@@ -55,10 +55,11 @@ class Tiny(AbstractContextManager["Tiny"]):
         self.ready_s = float("nan")
         self.seen: dict[int, psutil.Process] = {}
         self.parts: dict[int, str] = {}
+        self.mapped: set[int] = set()
         self.left: list[str] = []
 
     def __enter__(self) -> Tiny:
-        self.shm = set[str]()
+        self.shm = set(os.listdir("/dev/shm"))
         with self.log.open("wb") as out:  # what an earlier server wrote there must not be read as this one's
             self.process = subprocess.Popen(
                 self.command, cwd=REPO, env=self.environ, stdin=subprocess.DEVNULL, stdout=out,
@@ -88,8 +89,8 @@ class Tiny(AbstractContextManager["Tiny"]):
             with contextlib.suppress(httpx.HTTPError):
                 if httpx.get(f"{self.url}/ready", timeout=5).status_code == 200:
                     self.ready_s = time.monotonic() - self.started
+                    self.mapped |= mapped(process.pid for process in self.tree())
                     self.parts = {process.pid: title for process in self.tree() if (title := _title(process))}
-                    self._look_at_shared_memory()
                     return
             time.sleep(0.5)
         raise PatchError(f"the server is not ready after {seconds:.0f} s\n{shown(self.log)}")
@@ -102,7 +103,7 @@ class Tiny(AbstractContextManager["Tiny"]):
 
     def named(self, title: str) -> psutil.Process:
         """Its process of this title, such as ``sglang::scheduler``. Raises PatchError if there is none."""
-        self._look_at_shared_memory()  # what is named may be killed next
+        self.mapped |= mapped(process.pid for process in self.tree())  # what is named may be killed next
         for process in self.tree():
             with contextlib.suppress(psutil.Error):
                 if any(title in word for word in process.cmdline()):
@@ -137,8 +138,7 @@ class Tiny(AbstractContextManager["Tiny"]):
 
     def end(self, how: signal.Signals = signal.SIGTERM) -> list[str]:
         """Ask it to end, wait, kill what is left; what it left behind, also in `left`. Can be called twice."""
-        self.tree()
-        self._look_at_shared_memory()
+        self.mapped |= mapped(process.pid for process in self.tree())
         if self.process.poll() is None:
             self.process.send_signal(how)
         self.left = self.left or self.leftovers(STOP_S)
@@ -147,10 +147,6 @@ class Tiny(AbstractContextManager["Tiny"]):
         shutil.rmtree(self.tmp, ignore_errors=True)
         return self.left
 
-    def _look_at_shared_memory(self) -> None:
-        """Remember what its processes have mapped: of the files there, some are other servers'."""
-        self.shm |= mapped(process.pid for process in self.tree())
-
     def leftovers(self, seconds: float) -> list[str]:
         """Wait up to `seconds` for all its processes to end; what remains of them and of its files."""
         deadline = time.monotonic() + seconds
@@ -158,17 +154,22 @@ class Tiny(AbstractContextManager["Tiny"]):
             time.sleep(0.1)
         time.sleep(0.2)
         left = [f"process {process.pid} {_name(process)}" for process in processes.alive(self.seen.values())]
-        left += sorted(name for name in self.shm if os.path.exists(name))
+        # Other servers of this machine make files there, too, and some are killed.
+        new = [entry for entry in os.scandir("/dev/shm") if entry.name not in self.shm]
+        left += sorted(entry.path for entry in new if entry.inode() in self.mapped)
         return left + [f"{path}" for path in sorted(self.tmp.rglob("*")) if not path.is_dir()]
 
 
-def mapped(pids: Iterable[int]) -> set[str]:
-    """Files in ``/dev/shm`` that processes have mapped."""
-    found: set[str] = set()
+def mapped(pids: Iterable[int]) -> set[int]:
+    """Inodes of the files in /dev/shm that these processes have in memory.
+
+    By inode: a semaphore is mapped under the name that it was made with, and then gets another.
+    """
+    found = set()
     for pid in pids:
-        with contextlib.suppress(OSError):  # gone, or of another user
-            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-            found |= {line.split(maxsplit=5)[-1].removesuffix(" (deleted)") for line in lines if " /dev/shm/" in line}
+        with contextlib.suppress(OSError):  # it has ended
+            lines = map(str.split, Path(f"/proc/{pid}/maps").read_text().splitlines())
+            found |= {int(line[4]) for line in lines if len(line) > 5 and line[5].startswith("/dev/shm/")}
     return found
 
 

@@ -62,6 +62,19 @@ def collect(given: Mapping[str, str | None], environ: Mapping[str, str]) -> dict
     return found
 
 
+def of_requests(given: str) -> str:
+    """The key for requests to a server: `given`, else as a server gets it (`SGLANG_API_KEY_FILE`, `SGLANG_API_KEY`);
+    empty for none.
+
+    Raises:
+        PatchError: as `collect`.
+    """
+    option = "--api-key"
+    names = (VARIABLES[option], f"{VARIABLES[option]}_FILE")
+    found = collect({option: given or None}, {name: os.environ[name] for name in names if name in os.environ})
+    return found[option][0] if option in found else ""
+
+
 def refuse_abbreviations(words: Sequence[str]) -> None:
     """Raise PatchError where upstream's parser would take one of a server's arguments for a key's option.
 

@@ -71,10 +71,7 @@ def store(key: str, relative: str, content: bytes, original: str, source: bytes)
     Raises:
         PatchError: neither the cache folder nor the temporary folder takes the file.
     """
-    # Such modules look for files beside them: the copy gets links to what stands beside the original.
-    linked = original if b"__file__" in source or relative.endswith("/__init__.py") else None
-    if linked:
-        key = f"{key}-{digest(original.encode())[:8]}"
+    key, linked = _kept_as(key, relative, original, source)
     if _private is None:
         try:
             return _put(folder(), key, relative, content, linked)
@@ -86,6 +83,24 @@ def store(key: str, relative: str, content: bytes, original: str, source: bytes)
         return _put(temporary, key, relative, content, linked)
     except OSError as error:
         raise _unwritable(problem, temporary, error) from error
+
+
+def holds(root: str, key: str, relative: str, content: bytes, original: str, source: bytes) -> bool:
+    """Whether the cache folder `root` has what `store` would put there, as it has to be; see there."""
+    key, _ = _kept_as(key, relative, original, source)
+    copy = os.path.join(root, key, *relative.split("/"))
+    try:
+        with open(copy, "rb") as file:
+            return file.read() == content and not distrusted(copy)
+    except OSError:
+        return False
+
+
+def _kept_as(key: str, relative: str, original: str, source: bytes) -> tuple[str, str | None]:
+    """(folder within the cache, the original if the copy gets links to what stands beside it)."""
+    if b"__file__" in source or relative.endswith("/__init__.py"):  # such modules look for files beside them
+        return f"{key}-{digest(original.encode())[:8]}", original
+    return key, None
 
 
 def _use_private_folder(problem: OSError) -> None:

@@ -299,17 +299,20 @@ def provenance(
     out: Annotated[Path | None, typer.Option(help="Write to this file instead of the terminal.")] = None,
     with_time: Annotated[bool, typer.Option("--with-time", help="Add the time.")] = False,
     with_host: Annotated[bool, typer.Option("--with-host", help="Add the host name.")] = False,
-    api_key: Annotated[str, typer.Option(envvar="SGLANG_API_KEY", help="The server's API key, if it has one.")] = "",
+    api_key: Annotated[
+        str, typer.Option(help="The server's API key; else SGLANG_API_KEY_FILE or SGLANG_API_KEY.")
+    ] = "",
 ) -> None:
     """Write the provenance document: code, libraries, environment, models and machine, without secrets.
 
     Of this environment (docs/provenance.md; takes seconds), or of a running server.
     """
+    from sglang_patches import api_key as keys
     from sglang_patches.document import collect
     from sglang_patches.document import server as servers
 
     if server:
-        document = servers.ask(server, api_key, with_time, with_host)
+        document = servers.ask(server, keys.of_requests(api_key), with_time, with_host)
     else:
         document = collect.environment(with_time, with_host)
     text = document.model_dump_json(indent=2)

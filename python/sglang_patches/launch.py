@@ -19,7 +19,7 @@ import typer
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from sglang_patches import api_key, selection, serve
+from sglang_patches import api_key, baked, selection, serve
 from sglang_patches.document import secrets
 from sglang_patches.errors import PatchError, told
 
@@ -42,10 +42,12 @@ _NOT_RECKONED = {
     ("--quantization",): ("memory",),
     ("--cpu-offload-gb",): ("memory",),
     ("--load-format",): ("memory",),
-    ("--base-gpu-id",): ("memory",),
 }
 # Checks that examine GPUs where a server on the CPU uses none.
 _OF_GPUS = ("driver", "GPUs", "sgl_kernel", "shared memory", "memory")
+
+
+_Value = str | int | float | bool
 
 
 class Recipe(BaseModel):
@@ -59,7 +61,7 @@ class Recipe(BaseModel):
         device: ``cuda`` or ``cpu``; by default what this machine has.
         patches: ``SGLANG_PATCHES`` where the environment does not set it.
         requires_api_key: without a key, or a line that says that there is none, nothing is started.
-        arguments: of ``sglang.launch_server``, by name; true for a bare switch.
+        arguments: of ``sglang.launch_server``, by name; true for a bare switch, a list for several values.
         environment: variables, where the environment does not set them.
     """
 
@@ -73,13 +75,18 @@ class Recipe(BaseModel):
     device: Literal["cuda", "cpu"] | None = None
     patches: str | None = None
     requires_api_key: bool = False
-    arguments: dict[str, str | int | float | bool] = {}
+    arguments: dict[str, _Value | list[_Value]] = {}
     environment: dict[str, str] = {}
 
     @field_validator("arguments")
     @classmethod
     def _are_options(cls, arguments: dict[str, Any]) -> dict[str, Any]:
-        for name in arguments:
+        for name, value in arguments.items():
+            if isinstance(value, list):
+                if not value:
+                    raise ValueError(f"{name!r} has an empty list: leave it out, or give it a value")
+                if wrong := [one for one in value if isinstance(one, bool) or str(one).startswith("-")]:
+                    raise ValueError(f"{name!r} has {wrong[0]!r} in its list, which upstream would not read as a value")
             if not name.startswith("--"):
                 raise ValueError(f"{name!r} is no option of sglang.launch_server: write '--{name.lstrip('-')}'")
             option = name.partition("=")[0]
@@ -116,6 +123,8 @@ class Wanted:
     environ: Mapping[str, str]
     memory_fraction: float = 0.9
     context_length: int | None = None
+    base_gpu: int = 0
+    gpu_step: int = 1
     keys: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     unprotected: bool = False
 
@@ -166,11 +175,15 @@ def combine(recipe: Recipe, line: Sequence[str], environ: Mapping[str, str]) -> 
     given, rest = _parser().parse_known_args(list(line))
     named = {word.partition("=")[0] for word in rest if word.startswith("--")}
     arguments: list[str] = []
-    told = {"--mem-fraction-static": given.memory_fraction, "--context-length": given.context_length}
+    told = {
+        "--mem-fraction-static": given.memory_fraction, "--context-length": given.context_length,
+        "--base-gpu-id": given.base_gpu, "--gpu-id-step": given.gpu_step,
+    }  # fmt: skip
     for name, value in recipe.arguments.items():
         if name in named or told.get(name) is not None or value is False:
             continue
-        arguments += [name] if value is True else [name, str(value)]
+        values = value if isinstance(value, list) else [] if value is True else [value]
+        arguments += [name, *map(str, values)]
     for name, own in told.items():
         if own is not None:
             arguments += [name, str(own)]
@@ -195,6 +208,8 @@ def combine(recipe: Recipe, line: Sequence[str], environ: Mapping[str, str]) -> 
         environ={key: value for key, value in {**defaults, **environ}.items() if key not in api_key.VARIABLES.values()},
         memory_fraction=0.9 if fraction is None else fraction,
         context_length=effective.context_length,
+        base_gpu=effective.base_gpu or 0,
+        gpu_step=effective.gpu_step or 1,
         keys=api_key.collect(keys, sources),
         unprotected=given.api_key == "",
     )
@@ -213,6 +228,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(*_OWN["port"], dest="port", type=_port)
     parser.add_argument("--mem-fraction-static", dest="memory_fraction", type=_fraction)
     parser.add_argument("--context-length", type=_at_least_one)
+    parser.add_argument("--base-gpu-id", dest="base_gpu", type=_position)
+    parser.add_argument("--gpu-id-step", dest="gpu_step", type=_at_least_one)
     for option in api_key.VARIABLES:
         parser.add_argument(option)
     return parser
@@ -221,6 +238,12 @@ def _parser() -> argparse.ArgumentParser:
 def _at_least_one(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1")
+    return int(text)
+
+
+def _position(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not the position of a GPU: a number from 0")
     return int(text)
 
 
@@ -293,10 +316,12 @@ def run(
     wanted = combine(recipe, line, os.environ)
     said = _keys(name, recipe, wanted, dry_run)
     launch = plan(wanted, selection.has_gpu() if wanted.device is None else wanted.device == "cuda")
+    launch.notes += baked.settle(launch.env)
     blind = not_reckoned(launch.argv)
     healthy = not with_doctor or doctor.run(
         wanted.model, wanted.draft, wanted.tp, wanted.port, wanted.memory_fraction, wanted.context_length,
         environ=launch.env, forgiven={check for checks in blind.values() for check in checks},
+        base_gpu=wanted.base_gpu, gpu_step=wanted.gpu_step,
     )  # fmt: skip
     if with_doctor:
         for option, checks in blind.items():

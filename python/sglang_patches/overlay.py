@@ -8,10 +8,11 @@ import threading
 from functools import cached_property
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.util import spec_from_file_location
+from multiprocessing import current_process
 from types import CodeType, ModuleType
 from typing import Any, NoReturn
 
-from sglang_patches import cache, hunks, upstream
+from sglang_patches import cache, hunks, import_path, upstream
 from sglang_patches.errors import PatchError, ProcessStop
 from sglang_patches.selection import cuda_driver_loads, is_none, select
 from sglang_patches.series import Patch, load
@@ -95,6 +96,20 @@ class Overlay:
         checked = self.check(path, data, file)
         return cache.store(self._key(path), path, self.patched(path, checked), self.upstream.path(path), checked)
 
+    def missing(self, folder: str) -> list[str]:
+        """Upstream paths whose patched copies are not in a cache folder, or not as they have to be.
+
+        Raises:
+            PatchError: an installed file is not what the patches were made against.
+        """
+        lacking = []
+        for path in self.by_path:
+            original = self.upstream.path(path)
+            data = self.check(path, self.upstream.read(path), original)
+            if not cache.holds(folder, self._key(path), path, self.patched(path, data), original, data):
+                lacking.append(path)
+        return lacking
+
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """Spec of a patched or provided module; None for every other, which the next finder then loads."""
         package = self.provides.get(fullname)
@@ -134,6 +149,16 @@ class Overlay:
         logger.setLevel(logging.INFO)
         try:
             logger.info("patch set %s on sglang %s, pid %d: %s", state["id"], state["release"], os.getpid(), names)
+            # Once a server: spawned workers have the same path. They know their name first, and their parent too late.
+            if current_process().name == "MainProcess":
+                for folder, reason in import_path.of_this_process().items():
+                    logger.warning(
+                        "modules are looked for in %s first, and %s: another user can replace any of this server's; "
+                        "start it with PYTHONSAFEPATH=1 and without that folder on PYTHONPATH, or by "
+                        "`sglang-patches launch`",
+                        folder,
+                        reason,
+                    )
         finally:
             logger.setLevel(level)
             if handler:

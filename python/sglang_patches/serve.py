@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sglang_patches import api_key, direct, lane, selection
+from sglang_patches import api_key, direct, import_path, lane, selection
 from sglang_patches.document import secrets
 from sglang_patches.errors import PatchError
 from sglang_patches.series import load
@@ -110,7 +110,8 @@ def plan(
     argv = [sys.executable, "-m", "sglang.launch_server", "--model-path", model, "--served-model-name", name]
     argv += ["--port", str(port), "--tp-size", str(tp), "--enable-metrics", "--sleep-on-idle"]
     env = {key: value for key, value in environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
-    notes: list[str] = []
+    # The server's modules are the installed ones, wherever it is started from.
+    notes = import_path.settle(env)
     if config is None or "auto_map" in config:
         argv.append("--trust-remote-code")
         notes.append(f"--trust-remote-code is passed: {model} brings (or may bring) Python code of its own")

@@ -12,7 +12,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from sglang_patches import activate, cache, provenance, selection
+from sglang_patches import activate, cache, import_path, provenance, selection
 from sglang_patches.errors import PatchError
 from sglang_patches.overlay import Overlay
 from sglang_patches.series import Patch, Series
@@ -59,6 +59,7 @@ def report(upstream: Upstream, series: Series, as_json: bool) -> bool:
         "selection": os.environ.get(selection.VARIABLE, ""),
         "active": activate.finder() is not None,
         "cache": cache.folder(),
+        "import_path": import_path.exposed(os.environ),
         "id": patch_set["id"],
         "patches": [{"name": patch.name, "state": state, "detail": detail} for patch, state, detail in rows],
     }
@@ -80,6 +81,14 @@ def report(upstream: Upstream, series: Series, as_json: bool) -> bool:
         "cache": document["cache"],
     }
     out.print(escape("\n".join(f"{name:<10} {value}" for name, value in where.items())))
+    for folder, reason in document["import_path"].items():
+        out.print(
+            escape(
+                f"`python -m` started here looks for modules in {folder} first, and {reason}: start a server by "
+                "`sglang-patches launch` or with PYTHONSAFEPATH=1, and keep that folder off PYTHONPATH"
+            ),
+            style="bold yellow",
+        )
     if any(state == "inactive" for _, state, _ in rows):
         out.print(
             "[bold red]Python started without processing sglang_patches.pth, so no patch is applied:[/] install this "

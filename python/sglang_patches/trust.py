@@ -3,6 +3,9 @@
 What is loaded from the cache folder runs with this user's rights, so nobody but this user and root may be able to write
 there, to put a folder of their own in its place, or to lead it elsewhere by a link. Permission bits and owners are
 read, access control lists are not.
+
+In a user namespace (rootless containers, bubblewrap) all users from outside show as one, the machine's root and a
+stranger alike. What is theirs is not trusted, but for folders on the way that are root's on every machine.
 """
 
 from __future__ import annotations
@@ -37,8 +40,8 @@ def distrusted(path: str) -> str | None:
             links += 1
             if links > 40:
                 return f"{path} leads through more than 40 links"
-            if not _ours(state, final=False):
-                return f"the link {here} belongs to another user (uid {state.st_uid})"
+            if not _ours(here, state, final=False):
+                return f"the link {here} belongs to {_another(state)}"
             target = os.readlink(here)
             rest = [part for part in target.split(os.sep) if part] + rest
             at = os.sep if os.path.isabs(target) else at
@@ -49,29 +52,65 @@ def distrusted(path: str) -> str | None:
     return reason or _writable_by_others(at, os.lstat(at), final=True)
 
 
-def _ours(state: os.stat_result, final: bool) -> bool:
-    if state.st_uid in (0, os.geteuid()):
+def _ours(path: str, state: os.stat_result, final: bool) -> bool:
+    if state.st_uid not in (os.geteuid(), _unnamed("uid")):
+        return state.st_uid == 0
+    if state.st_uid != _unnamed("uid"):
         return True
-    # In a user namespace without the machine's root (bubblewrap, some sandboxes) `/` has no owner that can be named.
-    return not final and state.st_uid == _unnamed_owner()
+    # Whoever it is, or this user, where it is `nobody`: the number does not say.
+    if state.st_uid == os.geteuid() and _owns(path):
+        return True
+    # Where no other user of the namespace has the number either, `/` and its like are the machine's root's.
+    return not final and path in _OF_ROOT and (state.st_uid == os.geteuid() or not _is_mapped(state.st_uid))
 
 
-def _unnamed_owner() -> int | None:
-    """The user id that stands for every owner from outside of this user namespace; None in the machine's own."""
+# Folders that are root's on every Linux (Filesystem Hierarchy Standard 3.0, and systemd's file-hierarchy(7)).
+_OF_ROOT = frozenset((
+    "/", "/dev", "/dev/shm", "/home", "/media", "/mnt", "/opt", "/run", "/run/user", "/srv", "/tmp", "/usr",
+    "/usr/local", "/var", "/var/cache", "/var/home", "/var/lib", "/var/tmp",
+))  # fmt: skip
+
+
+def _unnamed(kind: str) -> int | None:
+    """The user (``uid``) or group (``gid``) that stands for all from outside of this user namespace; None in the
+    machine's own, which has no outside."""
     try:
-        with open("/proc/self/uid_map", encoding="ascii") as file:
+        with open(f"/proc/self/{kind}_map", encoding="ascii") as file:
             if file.read().split() == ["0", "0", "4294967295"]:
                 return None
-        with open("/proc/sys/kernel/overflowuid", encoding="ascii") as file:
+        with open(f"/proc/sys/kernel/overflow{kind}", encoding="ascii") as file:
             return int(file.read())
     except OSError:
         return None
 
 
+def _is_mapped(user: int) -> bool:
+    """Whether a user of this namespace has this number."""
+    with open("/proc/self/uid_map", encoding="ascii") as file:
+        ranges = [tuple(map(int, line.split())) for line in file]
+    return any(first <= user < first + count for first, _, count in ranges)
+
+
+def _owns(path: str) -> bool:
+    """Whether the file or folder is this process's user's, by what the kernel lets its owner alone do (open(2),
+    O_NOATIME)."""
+    try:
+        os.close(os.open(path, os.O_RDONLY | os.O_NOATIME | os.O_NOFOLLOW | os.O_NONBLOCK))
+    except OSError:
+        return False
+    return True
+
+
+def _another(state: os.stat_result) -> str:
+    if state.st_uid == _unnamed("uid"):
+        return f"a user from outside of this user namespace, root or not (shown as uid {state.st_uid})"
+    return f"another user (uid {state.st_uid})"
+
+
 def _writable_by_others(path: str, state: os.stat_result, final: bool) -> str | None:
     """`final`: `path` itself is used, not only passed through on the way."""
-    if not _ours(state, final):
-        return f"{path} belongs to another user (uid {state.st_uid})"
+    if not _ours(path, state, final):
+        return f"{path} belongs to {_another(state)}"
     # As in /tmp: others may add entries there, but not touch those of this user.
     if state.st_mode & stat.S_ISVTX and stat.S_ISDIR(state.st_mode) and not final:
         return None
@@ -91,6 +130,8 @@ def _own_group(group: int) -> bool:
     import grp
     import pwd
 
+    if group == _unnamed("gid"):
+        return False  # any group from outside, whatever group of this namespace has its number
     try:
         user, entry = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
     except KeyError:

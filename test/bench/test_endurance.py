@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import multiprocessing
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -24,6 +27,7 @@ import pytest
 import requests
 from benchmark.endurance import fuzz, fuzz_cases, memory, plan, run, scenarios, servers
 from benchmark.endurance.client import Client
+from benchmark.endurance.clock import Clock
 
 from sglang_patches.bench.report import page
 from sglang_patches.errors import PatchError
@@ -37,32 +41,6 @@ def noise(samples: int, seed: int) -> np.ndarray:
     for at in range(1, samples):
         out[at] = 0.8 * out[at - 1] + drawn.normal(0, 2 * MIB)
     return out
-
-
-def test_only_what_its_own_processes_mapped_is_left_behind_by_a_server(tmp_path: Path) -> None:
-    names = [f"/dev/shm/endurance-{os.getpid()}-{what}" for what in ("own", "others")]
-    hold = "import mmap, sys; f = open(sys.argv[1], 'r+b'); held = mmap.mmap(f.fileno(), 8); print(flush=True); input()"
-    processes = []
-    try:
-        for name in names:
-            Path(name).write_bytes(bytes(8))
-            command = [sys.executable, "-S", "-c", hold, name]
-            processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
-            assert processes[-1].stdout is not None
-            processes[-1].stdout.readline()
-        server = servers.Tiny(tmp_path / "log")
-        server.shm, server.process = set(), processes[0]
-        assert server.named(names[0]).pid == processes[0].pid
-        processes[0].kill()
-        assert server.leftovers(5) == [names[0]]
-        Path(names[0]).unlink()
-        assert server.leftovers(5) == []
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
-        for name in names:
-            Path(name).unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize(("leak", "verdict"), [(0, "flat"), (200, "grows"), (32, "undecided")])
@@ -317,6 +295,68 @@ def test_half_written_files_are_seen(tmp_path: Path) -> None:
     assert len(scenarios.half_written(tmp_path)) == 2
 
 
+def test_the_wall_clock_of_a_process_jumps_and_no_other(tmp_path: Path) -> None:
+    """And what waits does not wait longer: `time.sleep`, conditions, and semaphores, which wait until a time of day."""
+    code = """
+import datetime, multiprocessing, sys, threading, time
+def takes(wait):
+    begun = time.monotonic()
+    wait()
+    return time.monotonic() - begun
+semaphore = multiprocessing.Semaphore(0)
+for line in sys.stdin:
+    waits = (lambda: time.sleep(0.05), lambda: threading.Event().wait(0.05), lambda: semaphore.acquire(timeout=0.05))
+    print(time.time(), datetime.datetime.now().timestamp(), *map(takes, waits), flush=True)
+"""
+    clock = Clock(tmp_path)
+    process = subprocess.Popen(
+        [sys.executable, "-S", "-c", code], env={**os.environ, **clock.environ}, text=True, stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdin
+    assert process.stdout
+    for jump in (0, *scenarios.JUMPS_S):
+        clock.set(jump)
+        process.stdin.write("now\n")
+        process.stdin.flush()
+        told, also, *waited = map(float, process.stdout.readline().split())
+        assert told - time.time() == pytest.approx(jump, abs=30)
+        assert also == pytest.approx(told, abs=5)
+        assert all(0.04 < seconds < 20 for seconds in waited), waited
+    process.stdin.close()
+    assert process.wait(timeout=20) == 0
+
+
+def test_what_is_left_in_shared_memory_is_told_from_what_others_leave_there(tmp_path: Path) -> None:
+    """Several servers may run on a machine; each makes semaphores there, and one that is killed leaves them."""
+    server = servers.Tiny(tmp_path / "log")
+    server.shm, server.process = set(os.listdir("/dev/shm")), SimpleNamespace(poll=lambda: 0)  # type: ignore[assignment]
+    held = multiprocessing.get_context("spawn").Semaphore(0)
+    file = f"/dev/shm/sem.{held._semlock.name.strip('/')}"  # type: ignore[attr-defined]
+    with tempfile.NamedTemporaryFile(prefix="endurance-test-", dir="/dev/shm"):
+        assert server.leftovers(0) == []
+        server.mapped |= servers.mapped([os.getpid()])
+        assert server.leftovers(0) == [file]
+    server.mapped = servers.mapped([1 << 22])  # no such process
+    assert server.leftovers(0) == []
+
+
+def test_a_clock_needs_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    stage = scenarios.Stage(tmp_path, tmp_path / "cache", lambda _: None)
+    with pytest.raises(scenarios.NotRun, match="no C compiler is here"):
+        scenarios.clock_jump(stage)
+
+
+def test_times_that_went_with_the_clock_are_seen() -> None:
+    line = 'sglang_patches_spec_phase_seconds_sum{{phase="verify",clock="host"}} {}'
+    for value, fine in ((0.0, True), (99.5, True), (-3599.0, False), (3601.5, False), ("NaN", False)):
+        text = f"# HELP x y\nsglang:e2e_request_latency_seconds_sum -86400\n{line.format(value)}\nother 1\n"
+        assert scenarios.impossible_times(text, 100) == ([] if fine else [line.format(value)])
+    with pytest.raises(scenarios.Unexpected, match="no times of our patches"):
+        scenarios.impossible_times("sglang:x_seconds_sum 1\n", 100)
+
+
 def test_faults_are_told_apart_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of `python -m benchmark.endurance.faults` but the servers and what is done to them."""
     from benchmark.endurance import faults
@@ -327,7 +367,7 @@ def test_faults_are_told_apart_and_written(tmp_path: Path, monkeypatch: pytest.M
 
         return harm
 
-    harms = {"fine": lambda _: {"seconds": 1.5}, "lacking": raising(scenarios.NotRun("no libfaketime")),
+    harms = {"fine": lambda _: {"seconds": 1.5}, "lacking": raising(scenarios.NotRun("no compiler")),
              "wrong": raising(scenarios.Unexpected("it hangs"))}  # fmt: skip
     monkeypatch.setattr(faults, "SCENARIOS", {name: (f"{name} is", harm) for name, harm in harms.items()})
     monkeypatch.setattr(scenarios.Stage, "server", None)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from sglang_patches.doctor.checks import CHECKS, examine
+from sglang_patches.doctor.checks.gpus import positions
 from sglang_patches.doctor.checks.process import nccl_shared_memory
 from sglang_patches.doctor.checks.serving import a_rank
 from sglang_patches.doctor.checks.software import runs_on
@@ -84,6 +85,9 @@ FIRES = [
     ("eight-pcie", host(driver_cuda=None), "driver", "warning", ["not compared"]),
     ("eight-pcie", serving(tp=16), "GPUs", "failure", ["8 visible", "8 of 16 ranks", "--tp 8"]),
     ("no-gpu", serving(tp=2), "GPUs", "failure", ["0 visible"]),
+    ("eight-pcie", serving(tp=4, base_gpu=6), "GPUs", "failure",
+     ["8 visible", "--base-gpu-id 6", "2 of 4 ranks", "the last rank takes GPU 9"]),
+    ("eight-pcie", serving(tp=2, base_gpu=8), "GPUs", "failure", ["2 of 2 ranks"]),
     ("eight-pcie", mixed, "GPUs", "warning", ["7x NVIDIA RTX PRO 6000", "1x NVIDIA L40S", "PCI_BUS_ID"]),
     # 61 layers x 2 calls x (24.8 - 19.5) and (68.2 - 24.9) us
     ("eight-pcie-iommu", as_it_is, "peer access", "warning",
@@ -116,6 +120,8 @@ FIRES = [
     ("old-software", as_it_is, "patches", "failure", ["strict-api: mismatch", "reinstall"]),
     ("eight-pcie", host(patches=(Patch("provenance", "inactive"),)), "patches", "failure", ["PYTHONPATH"]),
     ("eight-pcie", host(patch_problem="unknown patch x\n  remedy     choose y"), "patches", "failure", ["choose y"]),
+    ("eight-pcie", host(import_path={"/srv": "every user can write to /srv (mode 0777)"}), "import path", "warning",
+     ["modules in /srv first", "mode 0777", "json.py", "PYTHONSAFEPATH=1"]),
     ("old-software", as_it_is, "allocator", "warning", ["PYTORCH_CUDA_ALLOC_CONF", "2.0 us", "17.8"]),
     ("container-small-shm", as_it_is, "shared memory", "failure", ["60 MiB", "588 MiB", "--shm-size"]),
     ("nvlink", host(shm=GIB, shm_free=GIB // 2), "shared memory", "warning", ["512 MiB", "1.0 GiB"]),
@@ -162,6 +168,7 @@ QUIET = [
     ("eight-pcie", host(installed={**recorded("eight-pcie").installed, "torch": "2.14.1+cu130"}), "versions"),
     ("eight-pcie", host(nccl=(Library("/x/libnccl.so.2", "2.31.0"),)), "NCCL"),
     ("eight-pcie", host(kernels=Kernels("/x/common_ops.so", (), (90,))), "sgl_kernel"),  # PTX, compiled at first use
+    ("eight-pcie", as_it_is, "import path"),
     ("eight-pcie", host(environment={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}), "allocator"),
     ("eight-pcie-iommu", host(shm_free=GIB), "shared memory"),
     ("container-small-shm", serving(tp=1), "shared memory"),
@@ -178,6 +185,30 @@ def test_is_quiet(name: str, change: Callable[[Host], Host], check: str) -> None
 def test_every_check_has_a_host_on_which_it_fires_and_one_on_which_it_does_not() -> None:
     checks = {finding.check for finding in examine(recorded("eight-pcie"))}
     assert checks == {check for _, _, check, _, _ in FIRES} == {check for _, _, check in QUIET}
+
+
+def test_the_gpus_that_the_ranks_take_are_looked_at_and_no_others() -> None:
+    """--base-gpu-id and --gpu-id-step, as upstream places ranks."""
+    small = Model("m", True, split=8 * GIB, kv_whole=1000, layers=2, context_length=100)
+    whole = serving(model=small, draft=None)(gpu(0, memory_free=GIB, sm=75)(recorded("eight-pcie")))
+    slots = (replace(whole.topology.gpus[0], name="a display's", numa_node=7), *whole.topology.gpus[1:])
+    links = tuple(replace(link, read=1 not in (link.a, link.b)) for link in whole.topology.links)
+    whole = replace(whole, topology=replace(whole.topology, gpus=slots, links=links))
+    placed = serving(tp=2, base_gpu=2, gpu_step=4)(whole)
+    assert positions(placed) == [2, 6]
+    for check in ("GPUs", "peer access", "memory", "sgl_kernel", "NUMA"):
+        assert not fired(placed, check), check
+    (told,) = [finding for finding in examine(placed) if finding.check == "GPUs"]
+    assert told.seen.endswith("the ranks take GPU 2, 6")
+    # The others would have been complained of, by their own positions.
+    first = serving(tp=2)(whole)
+    for check, words in {
+        "GPUs": "unequal", "peer access": "1 (0-1)", "memory": "on GPU 0", "sgl_kernel": "SM 75", "NUMA": "GPUs 0 ",
+    }.items():  # fmt: skip
+        assert words in " ".join(finding.seen for finding in fired(first, check)), check
+    last = serving(tp=2, base_gpu=1, gpu_step=6)(gpu(7, memory_free=GIB)(whole))
+    assert "1 (1-7)" in fired(last, "peer access")[0].seen
+    assert "on GPU 7" in fired(last, "memory")[0].seen
 
 
 def test_shared_memory_is_reckoned_as_the_patch_page_does() -> None:

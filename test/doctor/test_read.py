@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import struct
 import subprocess
 from dataclasses import replace
@@ -15,8 +16,8 @@ import pytest
 from typer.testing import CliRunner
 
 from sglang_patches.cli import app
-from sglang_patches.doctor import models, probe, read
-from sglang_patches.doctor.host import Host, Model, Serving
+from sglang_patches.doctor import models, probe, read, sharing
+from sglang_patches.doctor.host import Host, Library, Model, Serving
 from sglang_patches.errors import PatchError
 from sglang_patches.nccl import topology
 
@@ -247,16 +248,65 @@ def test_a_file_that_is_no_host(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text('{"gpu": []}')
     with pytest.raises(PatchError, match="no recorded host"):
         Host.read(tmp_path / "x.json")
-    done = CliRunner().invoke(app, ["doctor", "--host", str(tmp_path / "x.json")])
+    done = CliRunner().invoke(app, ["doctor", "--recorded", str(tmp_path / "x.json")])
     assert done.exit_code == 2
 
 
 @pytest.mark.parametrize("option", ["--tp=4", "--model=x", "--context-length=9", "--mem-fraction-static=0.5"])
 def test_a_recorded_host_says_what_was_to_be_served(option: str) -> None:
     """Another size would be ignored without a word."""
-    done = CliRunner().invoke(app, ["doctor", "--host", str(HOSTS / "no-gpu.json"), option])
+    done = CliRunner().invoke(app, ["doctor", "--recorded", str(HOSTS / "no-gpu.json"), option])
     assert done.exit_code == 2
     assert option.partition("=")[0] in done.output
+
+
+def test_what_leaves_the_machine_does_not_say_which_it_is() -> None:
+    uuid = "GPU-8f3e1c2a-0b1d-4e5f-8a9b-0c1d2e3f4a5b"
+    host = replace(
+        recorded("no-gpu"),
+        topology=replace(recorded("no-gpu").topology, absent=f"CUDA_VISIBLE_DEVICES='{uuid},GPU-8f' shows none"),
+        environment={"CUDA_VISIBLE_DEVICES": f"{uuid},MIG-GPU-8f3e1c2a/1/0,3", "NCCL_HOSTID": "a100.example.org"},
+        unread={"ACS": "/home/alice/x: not on a100, see GPU-dependent notes"},
+        import_path={"/home/alice/shared": "every user can write to /home/alice/shared"},
+        container="registry/a100-image",
+        nccl=(Library("/home/alice/.venv/libnccl.so.2", "2.30.7"),),
+        serving=replace(recorded("no-gpu").serving, model=Model("/home/alice/m"), draft=Model("/home/alicent/m")),
+    )
+    told = sharing.unnamed(host, "a100.example.org", "/home/alice")
+    assert told.topology.absent == "CUDA_VISIBLE_DEVICES='GPU-***,GPU-***' shows none"
+    assert told.environment == {"CUDA_VISIBLE_DEVICES": "GPU-***,MIG-GPU-***,3", "NCCL_HOSTID": "***"}
+    assert told.unread == {"ACS": "~/x: not on ***, see GPU-dependent notes"}
+    assert told.import_path == {"~/shared": "every user can write to ~/shared"}
+    assert told.container == "registry/a100-image"
+    assert told.nccl == (Library("~/.venv/libnccl.so.2", "2.30.7"),)
+    assert told.serving.model == Model("~/m")
+    assert told.serving.draft == Model("/home/alicent/m")
+    assert replace(told, **{name: getattr(host, name) for name in (
+        "topology", "environment", "unread", "import_path", "nccl", "serving")}) == host  # fmt: skip
+    # What names nothing is left as it is: a machine without a name, root's home.
+    assert sharing.unnamed(recorded("eight-pcie"), "localhost", "/root") == recorded("eight-pcie")
+
+
+def test_a_record_and_json_are_of_no_named_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read, "probe", lambda _: {})
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8f3e1c2a")
+    monkeypatch.setenv("NCCL_HOSTID", f"on {socket.gethostname()}")
+    file = tmp_path / "host.json"
+    done = CliRunner().invoke(app, ["doctor", "--port", "29417", "--json", "--record", str(file)])
+    shown = CliRunner().invoke(app, ["doctor", "--port", "29417", "--json"])
+    for text in (file.read_text(), done.stdout, shown.stdout):
+        assert "GPU-***" in text
+        assert "8f3e1c2a" not in text
+        assert socket.gethostname() not in text
+
+
+def test_the_old_name_of_recorded() -> None:
+    """It looks like the server's --host, whose address it is not."""
+    done = CliRunner().invoke(app, ["doctor", "--host", str(HOSTS / "eight-pcie.json")])
+    assert (done.exit_code, "8x NVIDIA" in done.output) == (0, True)
+    done = CliRunner().invoke(app, ["doctor", "--host", "0.0.0.0"])
+    assert (done.exit_code, "doctor takes no address" in done.output) == (2, True)
+    assert "--host" not in CliRunner().invoke(app, ["doctor", "--help"]).output
 
 
 def test_this_machine_with_the_bundled_pair(tmp_path: Path) -> None:
@@ -271,17 +321,19 @@ def test_this_machine_with_the_bundled_pair(tmp_path: Path) -> None:
     assert document["failures"] == 0
     assert {finding["check"] for finding in document["findings"]} >= {"driver", "NCCL", "memory", "port"}
     assert document["host"]["nccl"][0]["version"]
-    again = CliRunner().invoke(app, ["doctor", "--host", str(file), "--json"])
+    again = CliRunner().invoke(app, ["doctor", "--recorded", str(file), "--json"])
     assert json.loads(again.stdout)["findings"] == document["findings"]
 
 
 @pytest.mark.parametrize(("name", "code"), [("eight-pcie", 0), ("eight-pcie-iommu", 0), ("old-software", 1)])
 def test_one_screen_and_exit_code(name: str, code: int) -> None:
-    done = CliRunner().invoke(app, ["doctor", "--host", str(HOSTS / f"{name}.json")])
+    done = CliRunner().invoke(app, ["doctor", "--recorded", str(HOSTS / f"{name}.json")])
     assert done.exit_code == code
     lines = done.stdout.splitlines()
     assert len(lines) <= 70
     assert ("SYS!" in done.stdout) == (name == "eight-pcie-iommu")
-    document = json.loads(CliRunner().invoke(app, ["doctor", "--host", str(HOSTS / f"{name}.json"), "--json"]).stdout)
+    document = json.loads(
+        CliRunner().invoke(app, ["doctor", "--recorded", str(HOSTS / f"{name}.json"), "--json"]).stdout
+    )
     assert (document["level"] == "failure") == bool(code)
     assert len(document["matrix"]) == 8

@@ -27,6 +27,7 @@ _PLAIN = (
     "umask",
     "jq",
     "grep",
+    "sed",
     "git",
     "pip",
     "uv",

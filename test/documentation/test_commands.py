@@ -58,7 +58,7 @@ def runs_here(stage: Stage) -> bool:
         "launch": "--dry-run" in words,
         "bench factorial": "--plan" in words,
         "nccl check": "gloo" in words,
-        "doctor": words.count("8") == 0 or "--host" in words,
+        "doctor": words.count("8") == 0 or "--recorded" in words,
     }.get(name, True)
 
 
@@ -286,6 +286,26 @@ def test_wrong_commands_are_found(text: str, problem: str) -> None:
 )
 def test_wrong_code_spans_are_found(text: str) -> None:
     assert known.span_problems(text)
+
+
+#: Pages on which the server was started by a recipe that wants an API key.
+WITH_A_KEY = ("docs/pcie.md", "docs/image.md")
+
+
+def test_requests_carry_the_key_and_never_on_a_command_line() -> None:
+    asking = [(command, stage) for command in COMMANDS for stage in command.stages if stage.program == "curl"]
+    for command, stage in asking:
+        assert not re.search(r"(?i)authorization|bearer", " ".join(stage.arguments)), (
+            f"{command.where}: every user sees it"
+        )
+        if command.page in WITH_A_KEY:
+            assert "@-" in stage.arguments, f"{command.where} is answered with 401: -H @-, from the file with the key"
+    assert {command.page for command, _ in asking} >= set(WITH_A_KEY)
+    for page in WITH_A_KEY:
+        for line, span in PAGES[page].spans:
+            assert "Bearer" not in span or "sed " in span, (
+                f"{page}:{line}: shown as an argument, it ends up on a command line"
+            )
 
 
 def test_the_environment_of_commands_is_that_of_this_checkout() -> None:

@@ -34,7 +34,9 @@ def test_there_are_some() -> None:
 
 @pytest.mark.parametrize("command", ASKING, ids=lambda command: command.where)
 def test_command(command: Command, spec_server: Server, tmp_path: Path) -> None:
-    environment = {**os.environ, "PATH": f"{Path(sys.prefix) / 'bin'}:{os.environ['PATH']}"}
+    # Where the pages keep the API key. This server has none and takes any.
+    (tmp_path / "sglang-api-key").write_text("unused\n")
+    environment = {**os.environ, "HOME": str(tmp_path), "PATH": f"{Path(sys.prefix) / 'bin'}:{os.environ['PATH']}"}
     text = ADDRESS.sub(spec_server.url, command.text).replace(". .venv/bin/activate", ":")
     if not all(stage.program in QUIET for stage in command.stages):
         assert spec_server.url in text, f"{command.where} names no server: add --url http://127.0.0.1:30000"

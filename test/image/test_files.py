@@ -99,10 +99,14 @@ def served(arguments: list[str]) -> launch.Wanted:
     return launch.combine(launch.load(words[0]), words[1:], {"SGLANG_API_KEY": "k"})
 
 
-def container() -> dict[str, Any]:
+def deployment() -> dict[str, Any]:
     documents = list(yaml.safe_load_all((DOCKER / "kubernetes.yaml").read_text()))
-    (deployment,) = (document for document in documents if document["kind"] == "Deployment")
-    (only,) = deployment["spec"]["template"]["spec"]["containers"]
+    (only,) = (document for document in documents if document["kind"] == "Deployment")
+    return only
+
+
+def container() -> dict[str, Any]:
+    (only,) = deployment()["spec"]["template"]["spec"]["containers"]
     return only
 
 
@@ -143,6 +147,34 @@ def test_kubernetes() -> None:
     assert made["resources"]["limits"]["nvidia.com/gpu"] == "8"
     mounted = {mount["mountPath"] for mount in made["volumeMounts"]}
     assert {"/tmp", "/cache", "/dev/shm", "/models"} <= mounted
+
+
+def test_the_key_is_readable_for_the_servers_group_and_not_for_others() -> None:
+    pod = deployment()["spec"]["template"]["spec"]
+    (secret,) = (volume["secret"] for volume in pod["volumes"] if "secret" in volume)
+    assert secret["defaultMode"] == 0o440
+    assert pod["securityContext"]["fsGroup"] == pod["securityContext"]["runAsGroup"] == 10001
+
+
+def test_kubernetes_on_storage_without_fsgroup() -> None:
+    """The patch, merged as `kubectl patch` does, is a whole deployment; its container can do that and no more."""
+    made, change = deployment(), yaml.safe_load((DOCKER / "kubernetes.own-cache.yaml").read_text())
+    pod, added = made["spec"]["template"]["spec"], change["spec"]["template"]["spec"]
+    assert added.keys() == {"initContainers"}
+    pod |= added
+    kubernetes_validate.validate(made, kubernetes_validate.latest_version(), strict=True)
+    (only,) = added["initContainers"]
+    assert only["image"] == container()["image"]
+    assert only["securityContext"] == {
+        "runAsUser": 0, "runAsGroup": 0, "runAsNonRoot": False, "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"], "add": ["CHOWN"]},
+    }  # fmt: skip
+    (mount,) = only["volumeMounts"]
+    assert mount in container()["volumeMounts"]
+    assert only["args"] == [mount["mountPath"], str(pod["securityContext"]["runAsUser"])]
+    (file,) = only["command"]
+    assert re.search(rf"^COPY .*docker/{Path(file).name}.* /opt/sglang-patches/docker/$",
+                     (DOCKER / "Dockerfile").read_text(), re.MULTILINE)  # fmt: skip
 
 
 def test_user_and_folders_are_the_same_everywhere() -> None:

@@ -327,8 +327,13 @@ def test_a_server_is_asked_with_its_key_and_its_host_told_only_if_wanted(tmp_pat
         plain = server.ask(url)
         assert server.ask(url, "sesame", with_time=True, with_host=True).host == "127.0.0.1"
         done = cli("provenance", "--server", url, "--out", tmp_path / "a.json", SGLANG_API_KEY="sesame")
+        (tmp_path / "key").write_text("from-a-file\n")
+        filed = cli("provenance", "--server", url, SGLANG_API_KEY_FILE=str(tmp_path / "key"), SGLANG_API_KEY="sesame")
+        assert filed.returncode == 0, filed.stderr
     assert (plain.time, plain.host) == (None, None)
-    assert [header.get("Authorization") for header in headers] == [None, "Bearer sesame", "Bearer sesame"]
+    assert [header.get("Authorization") for header in headers] == [
+        None, "Bearer sesame", "Bearer sesame", "Bearer from-a-file",
+    ]  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert schema.read(tmp_path / "a.json") == made()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shlex
 from collections.abc import Mapping
@@ -11,10 +12,12 @@ from typing import Any
 import pytest
 import yaml
 from pydantic import ValidationError
+from sglang.srt.server_args import ServerArgs
 from typer.testing import CliRunner
 
 from sglang_patches import launch, selection, series
 from sglang_patches.cli import app
+from sglang_patches.doctor import app as doctor
 from sglang_patches.doctor import models, read
 from sglang_patches.errors import PatchError
 from sglang_patches.upstream import locate
@@ -68,6 +71,7 @@ def test_arguments_are_those_of_upstream() -> None:
         ),
         (["--context-length", "99"], {"context_length": 99}),
         (["--x=3"], {"extra": ("--mem-fraction-static", "0.7", "--x=3")}),
+        (["--base-gpu-id", "4", "--gpu-id-step=2"], {"base_gpu": 4, "gpu_step": 2}),
     ],
 )
 def test_the_line_wins(line: list[str], wanted: dict[str, Any]) -> None:
@@ -85,6 +89,42 @@ def test_switches_and_environment() -> None:
     assert combined.device == "cpu"
 
 
+def test_options_that_take_several_values(tmp_path: Path) -> None:
+    """As upstream's own parser reads them; the line still wins."""
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "description: x\nmodel: a/m\narguments:\n  --cuda-graph-bs-decode: [1, 2, 4]\n  --log-level: info\n"
+    )
+    combined = launch.combine(launch.load(str(file)), [], {})
+    assert combined.extra == ("--cuda-graph-bs-decode", "1", "2", "4", "--log-level", "info")
+    plan = launch.plan(combined, cuda=True)
+    read = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(read)
+    given = read.parse_args(plan.argv[3:])
+    assert (given.cuda_graph_bs_decode, given.log_level) == ([1, 2, 4], "info")
+    assert launch.combine(launch.load(str(file)), ["--cuda-graph-bs-decode", "8"], {}).extra == (
+        "--log-level", "info", "--cuda-graph-bs-decode", "8",
+    )  # fmt: skip
+    for wrong, said in (([], "an empty list"), (["--x"], "'--x' in its list"), ([True], "True in its list")):
+        with pytest.raises(ValidationError, match=said):
+            recipe(arguments={"--cuda-graph-bs-decode": wrong})
+
+
+def test_where_the_ranks_are_goes_to_the_server_and_to_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: dict[str, Any] = {}
+    monkeypatch.setattr(doctor, "run", lambda *_, **named: told.update(named) or True)
+    executed: list[Any] = []
+    line = ["--port", "29418", "--base-gpu-id", "4", "--gpu-id-step", "2"]
+    launch.run("tiny-cpu", line, dry_run=False, with_doctor=True, execute=lambda *call: executed.append(call))
+    assert (told["base_gpu"], told["gpu_step"]) == (4, 2)
+    argv = executed[0][1]
+    assert (argv[argv.index("--base-gpu-id") + 1], argv[argv.index("--gpu-id-step") + 1]) == ("4", "2")
+    made = recipe(arguments={"--base-gpu-id": 3})
+    combined = launch.combine(made, [], {})
+    assert (combined.base_gpu, combined.extra) == (3, ("--base-gpu-id", "3"))
+    assert launch.combine(made, ["--base-gpu-id=0"], {}).base_gpu == 0
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -92,6 +132,8 @@ def test_switches_and_environment() -> None:
         ["--tp", "x"],
         ["--port"],
         ["--port", "70000"],
+        ["--base-gpu-id", "-1"],
+        ["--gpu-id-step", "0"],
         *(["--mem-fraction-static", value] for value in ("much", "0", "5", "nan")),
     ],
 )

@@ -298,6 +298,12 @@ def test_once_prints_and_the_key_is_sent_from_the_variable(server: Any, tmp_path
     assert told["output_tokens_per_s"] == pytest.approx(100 / told["seconds"])
     assert told["phases"]["verify"]["graph_share"] == 0.75
     assert server.asked == [("/metrics", "Bearer secret")] * 2
+    (tmp_path / "key").write_text("filed\n")
+    file = {"SGLANG_API_KEY_FILE": str(tmp_path / "key")}
+    run = CliRunner().invoke(top.app, ["--url", server.url, "--once", "--interval", "0.1"], env=file)
+    assert (run.exit_code, server.asked[-1]) == (0, ("/metrics", "Bearer filed")), run.output
+    run = CliRunner().invoke(top.app, ["--url", server.url, "--once"], env={"SGLANG_API_KEY_FILE": str(tmp_path)})
+    assert (run.exit_code, "cannot be read" in run.output) == (2, True)
     picture = tmp_path / "top.svg"
     run = CliRunner().invoke(top.app, ["--url", server.url, "--once", "--interval", "0.1", "--svg", str(picture)])
     assert run.exit_code == 0, run.output

@@ -53,7 +53,7 @@ def test_cuda_gets_no_cpu_setting(tiny: Path, draft: Path) -> None:
     launch = serve.plan(str(tiny), str(draft), 8, 30000, [], cuda=True, environ={})
     assert "--device" not in launch.argv
     assert value(launch.argv, "--tp-size") == "8"
-    assert launch.env == {}
+    assert launch.env == {"PYTHONSAFEPATH": "1"}
 
 
 @pytest.mark.parametrize(("size", "limited"), [(1 << 20, True), (2 << 30, False)])

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from sglang_patches import import_path
 from sglang_patches.errors import PatchError
 
 _OURS = "sglang_patches"
@@ -28,7 +29,7 @@ def make(folder: Path) -> Path:
     python = folder / "bin" / "python"
     if not python.exists():
         made = subprocess.run(
-            [sys.executable, "-m", "venv", "--without-pip", str(folder)], capture_output=True, text=True
+            [sys.executable, "-P", "-m", "venv", "--without-pip", str(folder)], capture_output=True, text=True
         )
         if made.returncode != 0:
             raise PatchError(
@@ -61,7 +62,8 @@ def _finds_us(file: Path) -> bool:
 
 
 def _prove(python: Path) -> None:
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"SGLANG_PATCHES": "all"}
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    env |= {"SGLANG_PATCHES": "all", import_path.SAFE: "1"}
     code = (
         "import sys, sglang; print(sglang.__file__, any('sglang_patches' in type(f).__module__ for f in sys.meta_path))"
     )

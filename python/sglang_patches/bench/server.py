@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 
-from sglang_patches import direct, lane, processes, selection, serve
+from sglang_patches import direct, import_path, lane, processes, selection, serve
 from sglang_patches.bench.model import Arm
 from sglang_patches.errors import PatchError
 
@@ -245,7 +245,7 @@ def shown(log: Path, lines: int = 6) -> str:
 @functools.cache
 def _has_us(python: str) -> bool:
     """Whether another interpreter has sglang-patches, as it starts a server: without our PYTHONPATH."""
-    env = {name: value for name, value in os.environ.items() if not _OURS.fullmatch(name)}
+    env = {name: value for name, value in os.environ.items() if not _OURS.fullmatch(name)} | {import_path.SAFE: "1"}
     code = "from importlib.util import find_spec; print(bool(find_spec('sglang')), bool(find_spec('sglang_patches')))"
     done = subprocess.run([python, "-c", code], capture_output=True, text=True, env=env, timeout=120)
     words = done.stdout.split()

@@ -16,10 +16,13 @@ from sglang_patches.doctor.checks import examine
 from sglang_patches.doctor.finding import Finding
 from sglang_patches.doctor.host import Host
 from sglang_patches.doctor.read import read
+from sglang_patches.doctor.sharing import unnamed
 from sglang_patches.errors import told
 
 # What a recorded host holds already.
-_OF_THIS_MACHINE = ("model", "draft", "tp", "port", "context_length", "mem_fraction_static", "record")
+_OF_THIS_MACHINE = (
+    "model", "draft", "tp", "port", "context_length", "mem_fraction_static", "base_gpu_id", "gpu_id_step", "record",
+)  # fmt: skip
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -35,7 +38,13 @@ def doctor(
         int | None, typer.Option(help="Positions to serve (by default all of the model).", min=1)
     ] = None,
     mem_fraction_static: Annotated[float, typer.Option(help="As the server's.", min=0.05, max=1)] = 0.9,
-    host: Annotated[Path | None, typer.Option(help="Examine a host that --record wrote, not this machine.")] = None,
+    base_gpu_id: Annotated[int, typer.Option(help="As the server's: the first GPU to use.", min=0)] = 0,
+    gpu_id_step: Annotated[int, typer.Option(help="As the server's: GPUs from one rank to the next.", min=1)] = 1,
+    recorded: Annotated[
+        Path | None, typer.Option("--recorded", help="Examine a host that --record wrote, not this machine.")
+    ] = None,
+    # Its name until it was found to look like the server's: an address there.
+    host: Annotated[Path | None, typer.Option("--host", hidden=True)] = None,
     record: Annotated[Path | None, typer.Option(help="Write all that was read of this machine to a file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -43,20 +52,32 @@ def doctor(
 
     Takes seconds, changes nothing. Exit code: 0 no failure, 1 a failure, 2 usage.
     """
-    if host is not None:
+    if recorded is None and host is not None:
+        recorded = host
+        if not host.exists():
+            typer.echo(
+                f"sglang-patches: --host {host}: doctor takes no address, and there is no such file (--host is the old "
+                f"name of --recorded)\n  remedy     leave it out, or name a file that --record wrote: --recorded FILE",
+                err=True,
+            )
+            raise typer.Exit(2)
+    if recorded is not None:
         sources = {name: context.get_parameter_source(name) for name in _OF_THIS_MACHINE}
         # By its name: newer versions of typer have a ParameterSource of their own beside click's.
         given = [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]
         if given:
             options = ", ".join("--" + name.replace("_", "-") for name in given)
             typer.echo(
-                f"sglang-patches: {options} with --host {host}: that file says what was to be served and how\n"
+                f"sglang-patches: {options} with --recorded {recorded}: that file says what was to be served and how\n"
                 f"  remedy     leave {options} out, or record again with it",
                 err=True,
             )
             raise typer.Exit(2)
     with told():
-        ok = run(model, draft, tp, port, mem_fraction_static, context_length, host, record, as_json)
+        ok = run(
+            model, draft, tp, port, mem_fraction_static, context_length, recorded, record, as_json,
+            base_gpu=base_gpu_id, gpu_step=gpu_id_step,
+        )  # fmt: skip
     raise typer.Exit(0 if ok else 1)
 
 
@@ -72,14 +93,17 @@ def run(
     as_json: bool = False,
     environ: Mapping[str, str] | None = None,
     forgiven: Collection[str] = (),
+    base_gpu: int = 0,
+    gpu_step: int = 1,
 ) -> bool:
     """Examine this machine, or one that was recorded, and print the report; whether no finding is a failure.
 
     Args:
         recorded: a file that `record` wrote; the arguments before it are then those of that file.
-        record: a file to write the host to.
+        record: a file to write the host to, without what says which machine it is; `as_json` leaves that out, too.
         environ: of the server, where it is not that of this process.
         forgiven: checks whose failures are shown and do not count.
+        base_gpu, gpu_step: the first GPU, and from one rank's to the next one's.
 
     Raises:
         PatchError: `recorded` is no host.
@@ -87,7 +111,10 @@ def run(
     if recorded is not None:
         host = Host.read(recorded)
     else:
-        host = read(models.serving(model, draft, tp, port, memory_fraction, context_length), environ)
+        wanted = models.serving(model, draft, tp, port, memory_fraction, context_length, base_gpu, gpu_step)
+        host = read(wanted, environ)
+        if record is not None or as_json:
+            host = unnamed(host)
     if record is not None:
         record.write_text(host.to_json(), encoding="utf-8")
     findings = examine(host)

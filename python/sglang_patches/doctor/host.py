@@ -1,7 +1,7 @@
 """A host as plain data: all that the checks look at, so that a host can be recorded here and examined elsewhere.
 
-``sglang-patches doctor --record FILE`` writes one, ``--host FILE`` reads it in place of the machine. None always means
-that the source could not be read; `Host.unread` then says why. Sizes are bytes.
+``sglang-patches doctor --record FILE`` writes one, ``--recorded FILE`` reads it in place of the machine. None always
+means that the source could not be read; `Host.unread` then says why. Sizes are bytes.
 """
 
 from __future__ import annotations
@@ -124,7 +124,8 @@ class Model:
 @dataclass(frozen=True, slots=True)
 class Serving:
     """What is to be served. `draft_refused` and `draft_warnings` are those of ``sglang-patches draft check``;
-    `memory_fraction` is upstream's ``--mem-fraction-static``."""
+    `memory_fraction`, `base_gpu` and `gpu_step` are upstream's ``--mem-fraction-static``, ``--base-gpu-id`` and
+    ``--gpu-id-step``."""
 
     __pydantic_config__ = _STRICT
 
@@ -132,6 +133,8 @@ class Serving:
     port: int = 30000
     port_free: bool = True
     memory_fraction: float = 0.9
+    base_gpu: int = 0
+    gpu_step: int = 1
     model: Model | None = None
     draft: Model | None = None
     draft_refused: tuple[str, ...] = ()
@@ -160,6 +163,8 @@ class Host:
         shm, shm_free: /dev/shm.
         limits: hard limits by name: ``nofile``, ``memlock`` (bytes), ``nproc``; -1 is unlimited.
         environment: variables that concern the checks.
+        import_path: folders that ``python -m`` started here loads modules from and another user can write to, each with
+            the reason.
         installed, pinned: versions by distribution; `pinned` is what SGLang's and torch's own metadata ask for.
         nccl: NCCL libraries that one process has loaded.
         patches: states, and `patch_problem` where the selection is not usable.
@@ -188,6 +193,7 @@ class Host:
     shm_free: int | None = None
     limits: dict[str, int] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
+    import_path: dict[str, str] = field(default_factory=dict)
     installed: dict[str, str] = field(default_factory=dict)
     pinned: dict[str, str] = field(default_factory=dict)
     nccl: tuple[Library, ...] | None = None

@@ -26,7 +26,14 @@ _BF16_BYTES = 2
 
 
 def serving(
-    model: str, draft: str, tp: int, port: int, memory_fraction: float = 0.9, context_length: int | None = None
+    model: str,
+    draft: str,
+    tp: int,
+    port: int,
+    memory_fraction: float = 0.9,
+    context_length: int | None = None,
+    base_gpu: int = 0,
+    gpu_step: int = 1,
 ) -> Serving:
     """What is to be served, read from this machine.
 
@@ -49,6 +56,8 @@ def serving(
         port=port,
         port_free=serve.port_is_free(port),
         memory_fraction=memory_fraction,
+        base_gpu=base_gpu,
+        gpu_step=gpu_step,
         model=target,
         draft=head,
         draft_refused=refused,

@@ -18,7 +18,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sglang_patches import selection
+from sglang_patches import import_path, selection
 from sglang_patches.doctor import pci
 from sglang_patches.doctor.host import Gpu, Host, Kernels, Library, Node, Patch, Refusal, Serving
 from sglang_patches.document import machine, secrets
@@ -111,6 +111,7 @@ def read(serving: Serving, environ: Mapping[str, str] | None = None, nvml: Any =
             for name, value in environ.items()
             if name in _ENVIRONMENT or name.startswith("NCCL_")
         },
+        import_path=ask("import path", lambda: import_path.exposed(environ), {}),
         installed=_installed(),
         pinned=ask("pinned versions", _pinned, {}),
         nccl=tuple(Library(**library) for library in found["nccl"]) if "nccl" in found else None,
@@ -299,7 +300,7 @@ def probe(environ: Mapping[str, str]) -> dict[str, Any]:
     Raises:
         PatchError: it ended without an answer, or took too long.
     """
-    command = [sys.executable, "-m", "sglang_patches.doctor.probe"]
+    command = [sys.executable, "-P", "-m", "sglang_patches.doctor.probe"]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_PROBE_SECONDS, check=False, env=dict(environ)

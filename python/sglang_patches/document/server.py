@@ -96,7 +96,11 @@ def ask(url: str, api_key: str = "", with_time: bool = False, with_host: bool = 
         with direct.opener.open(request, timeout=_TIMEOUT_S) as answer:
             data = json.load(answer)
     except urllib.error.HTTPError as error:
-        remedy = "give its API key: --api-key, or SGLANG_API_KEY" if error.code in (401, 403) else "look at its log"
+        remedy = (
+            "give its API key: SGLANG_API_KEY_FILE, SGLANG_API_KEY or --api-key"
+            if error.code in (401, 403)
+            else "look at its log"
+        )
         if 300 <= error.code < 400:
             remedy = "name the URL that it redirects to: redirects are not followed"
         raise PatchError(f"{shown}/server_info: answered {error.code}\n  remedy     {remedy}") from None

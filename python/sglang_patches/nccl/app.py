@@ -238,7 +238,7 @@ def _nccl_version(backend: Backend) -> str | None:
 
     code = "import torch; from sglang_patches.nccl.bindings import Nccl; print(Nccl().version())"
     try:
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=_LOAD_TIMEOUT)
+        done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=_LOAD_TIMEOUT)
     except subprocess.TimeoutExpired:
         raise PatchError(
             f"the NCCL of this environment did not load in {_LOAD_TIMEOUT:.0f} s\n"

@@ -82,7 +82,7 @@ class Group:
         for rank in range(job.world):
             log = (folder / f"log{rank}").open("w")
             self._logs.append(log)
-            command = [sys.executable, "-m", "sglang_patches.nccl.worker", str(folder / "job.json"), str(rank)]
+            command = [sys.executable, "-P", "-m", "sglang_patches.nccl.worker", str(folder / "job.json"), str(rank)]
             # %RANK% lets a variable differ by rank: NCCL's log file, say.
             own = {name: value.replace("%RANK%", str(rank)) for name, value in environment.items()}
             self._processes.append(

@@ -76,7 +76,7 @@ def fetch(url: str, api_key: str = "", timeout: float = _TIMEOUT_S) -> Scrape:
 
 def _remedy(code: int) -> str:
     if code in (401, 403):
-        return "give its API key: --api-key, or SGLANG_API_KEY"
+        return "give its API key: SGLANG_API_KEY_FILE, SGLANG_API_KEY or --api-key"
     if code == 404:
         return "start it with --enable-metrics (make serve and the recipes do), or name an SGLang server (--url)"
     if 300 <= code < 400:

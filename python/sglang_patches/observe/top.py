@@ -18,6 +18,7 @@ import typer
 from rich.console import Console, RenderableType
 from rich.live import Live
 
+from sglang_patches import api_key as keys
 from sglang_patches.document.secrets import mask_text
 from sglang_patches.errors import PatchError, told
 from sglang_patches.observe.figures import Figures, as_json, figures
@@ -69,7 +70,8 @@ def top(
     as_document: Annotated[bool, typer.Option("--json", help="With --once: print JSON.")] = False,
     svg: Annotated[Path | None, typer.Option(help="With --once: write the screen to this file, too.")] = None,
     api_key: Annotated[
-        str, typer.Option(envvar="SGLANG_API_KEY", help="The server's API key, if it has one; of several the same.")
+        str,
+        typer.Option(help="The server's API key, of several the same; else SGLANG_API_KEY_FILE or SGLANG_API_KEY."),
     ] = "",
 ) -> None:
     """Watch a server: tokens/s, accept length by position, time of verify and draft, CUDA graphs, all-reduce, KV cache.
@@ -82,8 +84,9 @@ def top(
     with told():
         if (as_document or svg) and not once:
             raise PatchError("--json and --svg are for one screen\n  remedy     add --once")
+        key = keys.of_requests(api_key)
         urls = dict.fromkeys(url or [HERE])
-        watches = [Watch(functools.partial(fetch, each, api_key), mask_text(each)) for each in urls]
+        watches = [Watch(functools.partial(fetch, each, key), mask_text(each)) for each in urls]
         if once or not sys.stdout.isatty():
             _print_once(watches, interval, as_document, svg)
         else:

@@ -162,7 +162,8 @@ def fetch(name: str, echo: Echo, into: Path | None = None) -> Wheel:
 
 def _pip(*arguments: str, quiet: bool = True) -> subprocess.CompletedProcess[str]:
     """Run this interpreter's pip; unless `quiet`, its progress bar goes to the terminal."""
-    command = [sys.executable, "-m", "pip", *arguments, "--disable-pip-version-check", "--no-input", "--retries=2"]
+    options = ("--disable-pip-version-check", "--no-input", "--retries=2")
+    command = [sys.executable, "-P", "-m", "pip", *arguments, *options]
     # A selection that cannot be used must not matter to pip, which is no SGLang.
     environment = {**os.environ, "SGLANG_PATCHES": "none"}
     return subprocess.run(

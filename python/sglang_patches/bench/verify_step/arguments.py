@@ -75,7 +75,9 @@ class Chosen:
 
     def environment(self) -> dict[str, str]:
         """Of the engine's process."""
+        from sglang_patches import import_path
         from sglang_patches.serve import cpu_environment
 
         environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+        import_path.settle(environ)
         return environ if self.cuda else {**cpu_environment(), **environ}

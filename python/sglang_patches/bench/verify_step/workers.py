@@ -51,7 +51,7 @@ class Worker:
         file.write_text(spec.model_dump_json())
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "sglang_patches.bench.verify_step.engine", str(file)],
+                [sys.executable, "-P", "-m", "sglang_patches.bench.verify_step.engine", str(file)],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,

@@ -21,6 +21,7 @@ CHECKS: tuple[Check, ...] = (
     software.nccl,
     software.kernels,
     software.patches,
+    process.import_path,
     process.allocator,
     process.shared_memory,
     process.limits,

@@ -30,15 +30,25 @@ _PRIME_SUSPECTS = {
 }
 
 
+def positions(host: Host) -> list[int]:
+    """Positions of the GPUs that the ranks take, as far as there are so many.
+
+    As upstream's engine.py (compute_local_gpu_id) for one host and no pipeline.
+    """
+    first, step = host.serving.base_gpu, host.serving.gpu_step
+    wanted = range(first, first + host.serving.tp * step, step)
+    return [position for position in wanted if position < len(host.topology.gpus)]
+
+
 def serving_gpus(host: Host) -> Topology:
-    """The GPUs that a server of this tensor-parallel size takes: the first ones."""
-    return host.topology.subset(range(min(host.serving.tp, len(host.topology.gpus))))
+    """The GPUs that the ranks take, in their order, as if no others were visible."""
+    return host.topology.subset(positions(host))
 
 
 def no_peer_access(host: Host) -> list[Link]:
-    """Pairs that a server would use whose GPUs cannot reach each other's memory."""
-    links = serving_gpus(host).links
-    off = host.topology.peer_access_off
+    """Pairs that a server would use whose GPUs cannot reach each other's memory, by their positions on the host."""
+    used, off = set(positions(host)), host.topology.peer_access_off
+    links = [link for link in host.topology.links if {link.a, link.b} <= used]
     return [link for link in links if off or not (link.read and link.write)]
 
 
@@ -112,13 +122,17 @@ def driver(host: Host) -> Iterator[Finding]:
 def count(host: Host) -> Iterator[Finding]:
     """As many GPUs as the server wants, and all alike."""
     name, there, tp = "GPUs", len(host.topology.gpus), host.serving.tp
-    if there < tp and (there or tp > 1):
+    first, step = host.serving.base_gpu, host.serving.gpu_step
+    placed = f" (--base-gpu-id {first} --gpu-id-step {step})" if (first, step) != (0, 1) else ""
+    got = len(positions(host))
+    if got < tp and (there or tp > 1):
         yield Finding(
             name,
             "failure",
-            f"{there} visible, tensor parallel size is {tp}",
-            f"{tp - there} of {tp} ranks have no GPU: the server does not start",
-            f"--tp {max(1, there)}, or make the others visible (CUDA_VISIBLE_DEVICES, --gpus all)",
+            f"{there} visible, tensor parallel size is {tp}{placed}",
+            f"{tp - got} of {tp} ranks have no GPU: the server does not start",
+            f"--tp {max(1, got)}, or make the others visible (CUDA_VISIBLE_DEVICES, --gpus all)"
+            + (f"; with {placed[2:-1]} the last rank takes GPU {first + (tp - 1) * step}" if placed else ""),
         )
         return
     models = Counter(gpu.name for gpu in serving_gpus(host).gpus)
@@ -133,7 +147,8 @@ def count(host: Host) -> Iterator[Finding]:
             "choose equal ones with CUDA_VISIBLE_DEVICES, and set CUDA_DEVICE_ORDER=PCI_BUS_ID",
         )
     else:
-        yield Finding(name, "ok", host.topology.describe())
+        taken = f"; the ranks take GPU {_list(positions(host))}" if placed else ""
+        yield Finding(name, "ok", host.topology.describe() + taken)
 
 
 def peer_access(host: Host) -> Iterator[Finding]:
@@ -331,7 +346,11 @@ def numa(host: Host) -> Iterator[Finding]:
         yield Finding(name, "ok", f"{len(host.nodes) or 'unknown number of'} node(s), nothing to place")
         return
     allowed = {node.number for node in host.nodes if set(node.cpus) & set(host.cpus)}
-    far = [index for index, gpu in enumerate(used) if gpu.numa_node is not None and gpu.numa_node not in allowed]
+    far = [
+        position
+        for position, gpu in zip(positions(host), used, strict=True)
+        if gpu.numa_node is not None and gpu.numa_node not in allowed
+    ]
     if far:
         yield Finding(
             name,

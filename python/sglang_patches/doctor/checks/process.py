@@ -96,6 +96,22 @@ def shared_memory(host: Host) -> Iterator[Finding]:
         yield Finding(name, "ok", seen)
 
 
+def import_path(host: Host) -> Iterator[Finding]:
+    """Folders before the installed packages where another user can put modules."""
+    name = "import path"
+    for folder, reason in host.import_path.items():
+        yield Finding(
+            name,
+            "warning",
+            f"`python -m` started here looks for modules in {folder} first, and {reason}",
+            "1 file that another user puts there (json.py, sglang/) is the server's, with its rights and its API key",
+            "`sglang-patches launch` and `make serve` leave the current folder out; so does PYTHONSAFEPATH=1 before "
+            "`python -m sglang.launch_server`. A folder that PYTHONPATH names has to be this user's",
+        )
+    if not host.import_path:
+        yield Finding(name, "ok", "no module comes from a folder that another user can write to")
+
+
 def limits(host: Host) -> Iterator[Finding]:
     """Hard limits; upstream raises the soft ones itself."""
     name, fine = "limits", True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sglang_patches.doctor.checks.gpus import serving_gpus
+from sglang_patches.doctor.checks.gpus import positions
 from sglang_patches.doctor.finding import Finding
 from sglang_patches.doctor.host import Host, Model
 
@@ -100,8 +100,12 @@ def memory(host: Host) -> Iterator[Finding]:
 
 def _on_gpus(host: Host, target: Model, models: list[Model]) -> Iterator[Finding]:
     name, tp, fraction = "memory", host.serving.tp, host.serving.memory_fraction
-    used = host.gpus[: len(serving_gpus(host).gpus)]
+    placed = [position for position in positions(host) if position < len(host.gpus)]
+    used = [host.gpus[position] for position in placed]
     free = [gpu.memory_free for gpu in used if gpu.memory_free is not None]
+    if not positions(host):
+        yield Finding(name, "ok", "not checked: no rank has a GPU")
+        return
     if len(free) < len(used) or not free:
         yield Finding(
             name,
@@ -116,7 +120,7 @@ def _on_gpus(host: Host, target: Model, models: list[Model]) -> Iterator[Finding
     least = min(free)
     room = least * fraction - weights
     seen = (
-        f"{_size(least)} free on GPU {free.index(least)}, the fullest of {len(free)}; a rank of {tp} holds "
+        f"{_size(least)} free on GPU {placed[free.index(least)]}, the fullest of {len(free)}; a rank of {tp} holds "
         f"{_size(weights)} of weights"
     )
     total = used[free.index(least)].memory

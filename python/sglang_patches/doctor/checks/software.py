@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from sglang_patches.doctor.checks.gpus import positions
 from sglang_patches.doctor.finding import Finding
 from sglang_patches.doctor.host import Host, Kernels
 from sglang_patches.nccl.bindings import GRAPHS_ONLY_SINCE
@@ -131,7 +132,8 @@ def kernels(host: Host) -> Iterator[Finding]:
             else "switch patch cpu-eagle3 on, which brings a build for CPUs (unset SGLANG_PATCHES)",
         )
         return
-    sms = sorted({gpu.sm for gpu in host.gpus if gpu.sm is not None})
+    taken = [host.gpus[position] for position in positions(host) if position < len(host.gpus)]
+    sms = sorted({gpu.sm for gpu in taken if gpu.sm is not None})
     if not gpus or not sms:
         yield Finding(name, "ok", f"{found.file}")
         return
