@@ -107,7 +107,7 @@ def test_a_running_server_sees_sigterm_at_once() -> None:
 
     manager: Any = SimpleNamespace(
         gracefully_exit=False, rid_to_state={}, server_status=None, _subprocess_watchdog=None,
-        _dispatch_to_scheduler=order, send_to_scheduler=SimpleNamespace(send_pyobj=order),
+        _dispatch_to_scheduler=order,
     )  # fmt: skip
 
     async def told() -> float:

@@ -467,17 +467,19 @@ def test_what_nothing_filled_is_finite_whatever_its_memory_held() -> None:
 
 
 def test_images_with_context_parallel_prefill_are_refused(tmp_path: Path, target: ModelConfig) -> None:
-    from sglang.srt.runtime_context import get_parallel
+    from sglang.srt.runtime_context import ParallelContext, RuntimeContext, get_parallel, use_context
 
     text_only = ModelConfig(str(TARGET), dtype="float32", language_model_only=True)
     arguments = SimpleNamespace(enable_prefill_cp=True, speculative_algorithm=None, speculative_draft_model_path=None)
     config = SimpleNamespace(draft_model_config=None)
-    with get_parallel().override(attn_cp_size=2):
-        with pytest.raises(ValueError, match=r"takes images, .* over 2 ranks.*Start with --language-model-only"):
+    # Of its own: one that another test of this process has published has one rank, and may not be told otherwise.
+    with use_context(RuntimeContext(parallel=ParallelContext())):
+        with get_parallel().override(attn_cp_size=2):
+            with pytest.raises(ValueError, match=r"takes images, .* over 2 ranks.*Start with --language-model-only"):
+                startup.check_in_worker(config, arguments, target, is_draft_worker=False)
+            startup.check_in_worker(config, arguments, text_only, is_draft_worker=False)
+        with get_parallel().override(attn_cp_size=1):
             startup.check_in_worker(config, arguments, target, is_draft_worker=False)
-        startup.check_in_worker(config, arguments, text_only, is_draft_worker=False)
-    with get_parallel().override(attn_cp_size=1):
-        startup.check_in_worker(config, arguments, target, is_draft_worker=False)
 
 
 def test_without_eagle3_there_is_nothing_to_check() -> None:

@@ -103,6 +103,6 @@ def _exit(signum: int, frame: FrameType | None) -> None:
 
 
 async def told_to_end(manager: TokenizerManager) -> None:
-    """Return soon after the server was sent SIGTERM, so that upstream's own loop, which sleeps five seconds, need not."""
+    """Return soon after the server was sent SIGTERM; upstream's own loop, which comes next, sleeps five seconds."""
     while not manager.gracefully_exit:
         await asyncio.sleep(_LOOK)

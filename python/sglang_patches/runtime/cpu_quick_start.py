@@ -1,7 +1,7 @@
 """Patch ``cpu-quick-start``: without a GPU, FlashInfer is not imported.
 
-Upstream asks ``is_flashinfer_available`` before it imports FlashInfer, and that says no where there is no CUDA; except in
-four modules for FP4 and expert parallelism, which every process of a server imports, and which try. FlashInfer then
+Upstream asks ``is_flashinfer_available`` before it imports FlashInfer, and that says no where there is no CUDA. Four
+modules for FP4 and expert parallelism, which every process of a server imports, do not ask but try. FlashInfer then
 brings CUTLASS' Python DSL and MLIR along: 1.4 s of processor time in each process, for kernels that only a GPU has.
 """
 
