@@ -30,7 +30,7 @@ def test_both_plants_are_found(tmp_path: Path) -> None:
         # Fewer servers for the price of less care about drift, which such plants can do without; and more of them for
         # an answer that noise keeps open, which is what a busy machine takes.
         "--anchor-every", "100", "--max-turns", "12",
-        "--prompts", "2", "--output-tokens", "16", "--warm-up", "1", "--out", str(out), "--", "--skip-server-warmup",
+        "--prompts", "4", "--output-tokens", "16", "--warm-up", "1", "--out", str(out), "--", "--skip-server-warmup",
     ]  # fmt: skip
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(Path(lane.__file__).parent)]))
     env = {**os.environ, "SGLANG_PATCHES_DIR": str(patches), "PYTHONPATH": path}
