@@ -27,7 +27,7 @@ REPO = Path(__file__).resolve().parents[2]
 READY_SECONDS = 400.0
 STOP_SECONDS = 90.0
 # For which other tests' files in /dev/shm are borne.
-SHM_SECONDS = 20.0
+SHM_SECONDS = 60.0
 
 
 def shared_memory() -> set[str]:
