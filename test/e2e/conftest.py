@@ -50,12 +50,19 @@ def _needs(item: pytest.Item) -> set[str]:
     return {name for name in CONFIGURATIONS if f"{name}_server" in named}
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order the end-to-end tests by the servers they need, after all others, each file's order kept within a group."""
-    here = Path(__file__).parent
-    last = [item for item in items if here in item.path.parents]
-    last.sort(key=lambda item: SCHEDULE.index(_needs(item)) if _needs(item) in SCHEDULE else len(SCHEDULE))
-    items[:] = [item for item in items if here not in item.path.parents] + last
+def _is_here(item: pytest.Item) -> bool:
+    return Path(__file__).parent in item.path.parents
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Order the end-to-end tests by the servers they need, each file's order kept within a group.
+
+    They come after all others; in a worker of pytest-xdist before them, see `pytest_xdist_make_scheduler`.
+    """
+    ours = [item for item in items if _is_here(item)]
+    ours.sort(key=lambda item: SCHEDULE.index(_needs(item)) if _needs(item) in SCHEDULE else len(SCHEDULE))
+    others = [item for item in items if not _is_here(item)]
+    items[:] = ours + others if hasattr(config, "workerinput") else others + ours
 
 
 class Servers:
@@ -99,12 +106,22 @@ class Servers:
         assert not left, f"servers left behind: {left}"
 
 
+_POOL = pytest.StashKey[Servers]()
+
+
 @pytest.fixture(scope="session")
-def servers() -> Iterator[Servers]:
+def servers(pytestconfig: pytest.Config) -> Iterator[Servers]:
     """All servers of the session, for tests that choose by name."""
-    pool = Servers()
+    pool = pytestconfig.stash[_POOL] = Servers()
     yield pool
     pool.stop_all()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Stop the servers with the last test that may need one: other tests may follow for long."""
+    if _POOL in item.config.stash and nextitem is not None and not _is_here(nextitem):
+        item.config.stash[_POOL].stop_all()
 
 
 @pytest.fixture

@@ -20,11 +20,14 @@ import httpx
 import psutil
 
 from sglang_patches import lane, processes
+from sglang_patches.bench.server import end_with_us
 
 REPO = Path(__file__).resolve().parents[2]
 # Cold byte-code caches and a busy machine together cost minutes; a hang should still be told from slowness.
 READY_SECONDS = 400.0
 STOP_SECONDS = 90.0
+# For which other tests' files in /dev/shm are borne.
+SHM_SECONDS = 60.0
 
 
 def shared_memory() -> set[str]:
@@ -65,8 +68,9 @@ class Server:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                # A shell's background job, as which tests may run, ignores SIGINT, and so would the server it starts.
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+                # A shell's background job, as which tests may run, ignores SIGINT, and so would the server it starts;
+                # and a test run that is ended without ceremony, such as a worker of pytest-xdist, takes it along.
+                preexec_fn=end_with_us,
             )
         self.started = time.monotonic()
         self.ready_seconds = float("nan")
@@ -134,16 +138,26 @@ class Server:
             if probe.connect_ex(("127.0.0.1", self.port)) == 0:
                 left.append(f"port {self.port} still answers")
         ours = {f"{process.pid}" for process in tree}
-        for name in sorted(shared_memory() - self._shm_before):
-            # Another server of the test session may have made it: ask who has it open.
-            if not _mapped_by_others(f"/dev/shm/{name}", ours):
-                left.append(f"shared memory /dev/shm/{name}")
+        left += [f"shared memory /dev/shm/{name}" for name in self._left_in_shared_memory(ours)]
         # Empty folders stay: torch makes one in each process and a killed process cannot remove it.
         left += [f"temporary file {path}" for path in sorted(self.tmp.rglob("*")) if not path.is_dir()]
         left += [
             f"process {process.pid} of this session" for process in processes.alive(processes.session(self.process.pid))
         ]
         return left
+
+    def _left_in_shared_memory(self, ours: set[str]) -> list[str]:
+        """New files in /dev/shm that no process but `ours` has open, and that stay: nobody is left to remove them.
+
+        Other servers and tests that run at the same time have theirs open, or remove them soon.
+        """
+        deadline = time.monotonic() + SHM_SECONDS
+        while True:
+            new = sorted(shared_memory() - self._shm_before)
+            left = [name for name in new if not _mapped_by_others(f"/dev/shm/{name}", ours)]
+            if not left or time.monotonic() > deadline:
+                return left
+            time.sleep(0.5)
 
     def kill(self, tree: Sequence[psutil.Process] = ()) -> None:
         """End whatever of this server is still alive, without grace."""

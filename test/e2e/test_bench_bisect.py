@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from sglang_patches.bench import folder
 
 from .plants import lane
@@ -18,6 +20,7 @@ THRESHOLD = "120%"
 SECONDS = 5400
 
 
+@pytest.mark.alone
 def test_both_plants_are_found(tmp_path: Path) -> None:
     patches, out = tmp_path / "patches", tmp_path / "result"
     lane.make(patches)
@@ -27,7 +30,7 @@ def test_both_plants_are_found(tmp_path: Path) -> None:
         # Fewer servers for the price of less care about drift, which such plants can do without; and more of them for
         # an answer that noise keeps open, which is what a busy machine takes.
         "--anchor-every", "100", "--max-turns", "12",
-        "--prompts", "4", "--output-tokens", "24", "--warm-up", "1", "--out", str(out), "--", "--skip-server-warmup",
+        "--prompts", "4", "--output-tokens", "16", "--warm-up", "1", "--out", str(out), "--", "--skip-server-warmup",
     ]  # fmt: skip
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(Path(lane.__file__).parent)]))
     env = {**os.environ, "SGLANG_PATCHES_DIR": str(patches), "PYTHONPATH": path}

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import httpx
 import psutil
@@ -85,13 +83,3 @@ def _titles(tree: list[psutil.Process]) -> str:
         except psutil.NoSuchProcess:
             continue
     return "\n".join(titles)
-
-
-def test_the_stop_command_ends_this_server_and_no_other(start: Start, plain_server: Server) -> None:
-    server = start().wait_ready()
-    tree = server.tree()
-    command = [str(Path(sys.prefix) / "bin" / "sglang-patches"), "stop", "--port", str(server.port)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=dict(os.environ))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert server.leftovers(tree) == []
-    assert plain_server.healthy()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -106,3 +109,29 @@ def test_a_server_that_lost_a_child_waits_for_core_dumps_only_where_they_can_com
     manager.crash_dump_folder, manager.crash_dump_performed = "", False
     manager.dump_requests_before_crash()
     assert slept.count(60) == len(asked) == waited
+
+
+def test_a_running_server_sees_sigterm_at_once() -> None:
+    """Upstream's own coroutine, from the signal to the order that ends the scheduler: 5 seconds without the patch."""
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+    class Ordered(Exception):
+        pass
+
+    def order(request: object) -> None:
+        raise Ordered
+
+    manager: Any = SimpleNamespace(
+        gracefully_exit=False, rid_to_state={}, server_status=None, _subprocess_watchdog=None,
+        _dispatch_to_scheduler=order,
+    )  # fmt: skip
+
+    async def told() -> float:
+        loop = asyncio.get_running_loop()
+        loop.call_later(0.1, setattr, manager, "gracefully_exit", True)
+        began = loop.time()
+        with pytest.raises(Ordered):
+            await asyncio.wait_for(TokenizerManager.sigterm_watchdog(manager), 30)
+        return loop.time() - began
+
+    assert 0.1 <= asyncio.run(told()) < 3
