@@ -67,11 +67,12 @@ def against_the_reference() -> int:
         real = torch.tensor(chance.choice([rows, rows, rows // 2, 0]), dtype=torch.int32)
         added = bias if scoring == "sigmoid" else None
         # Counting changes nothing of what is chosen, nor does its absence.
-        counts = [torch.tensor([5, 6, 7]) if done % 3 else None for _ in range(2)]
-        got = kernel.choose(logits, added, real, rule, router, counts[0])
-        why = differs(got, reference.choose(logits, added, real, rule, router, counts[1]))
-        if counts[0] is not None and counts[0].tolist() != counts[1].tolist():
-            why += f" counts {counts[0].tolist()} instead of {counts[1].tolist()}"
+        counted = done % 3 > 0
+        seen, wanted = torch.tensor([5, 6, 7]), torch.tensor([5, 6, 7])
+        got = kernel.choose(logits, added, real, rule, router, seen if counted else None)
+        why = differs(got, reference.choose(logits, added, real, rule, router, wanted if counted else None))
+        if not torch.equal(seen, wanted):
+            why += f" counts {seen.tolist()} instead of {wanted.tolist()}"
         if why:
             print(f"{rows} x {experts} top {top_k}, {real} real, {kind}, {dtype}, {rule}, {router}: {why}")
         done += 1

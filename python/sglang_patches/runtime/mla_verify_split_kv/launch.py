@@ -57,7 +57,8 @@ def shared_memory(device: torch.device | str) -> int:
     """Bytes of shared memory that a block can have; of the smallest GPU where ``device`` is none."""
     if torch.device(device).type != "cuda":
         return LEAST_SHARED_MEMORY
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's stubs know less of it
+    return int(properties.shared_memory_per_block_optin)
 
 
 def tiles(rows: int, memory: int = LEAST_SHARED_MEMORY) -> Tiles:
