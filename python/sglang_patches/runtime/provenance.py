@@ -58,10 +58,8 @@ _acceptance = _Acceptance()
 
 def _draft_steps() -> int:
     """Draft steps of this server, so that a position that is never accepted is told as 0; 0 where not known."""
-    from sglang.srt.runtime_context import get_spec
-
     try:
-        return int(get_spec().speculative_num_steps or 0)
+        return int(lane.here().runtime_context().get_spec().speculative_num_steps or 0)
     except Exception:  # not published in this process; upstream raises errors of several classes
         return 0
 
@@ -92,7 +90,7 @@ def count_acceptance(update: Callable[..., None]) -> Callable[..., None]:
         update(self, bs, num_correct_drafts, *rest, **named)
         _acceptance.tokens += lane.here().accepted_tokens(bs, num_correct_drafts, *rest, **named)
         _acceptance.passes += int(bs)
-        if self.current_scheduler_metrics_enabled:
+        if lane.here().has_metrics(self):
             _export_acceptance(self)
 
     return counted
@@ -177,9 +175,7 @@ def scheduler_info(scheduler: Any = None) -> dict[str, Any]:
 
 
 def _scheduler_name(scheduler: Any = None) -> str:
-    from sglang.srt.runtime_context import get_parallel
-
-    ranks = get_parallel()
+    ranks = lane.here().runtime_context().get_parallel()
     return f"dp {lane.here().dp_rank(scheduler)} pp {ranks.pp_rank} tp {ranks.tp_rank}"
 
 

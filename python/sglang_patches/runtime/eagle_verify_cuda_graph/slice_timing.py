@@ -59,7 +59,7 @@ def decide(worker: Any) -> None:
 
 def _decide(worker: Any) -> Decision | None:
     model_runner = worker.target_worker.model_runner
-    runner = model_runner.decode_cuda_graph_runner
+    runner = lane.here().verify_runner(model_runner)
     limit = int(model_runner.req_to_token_pool.size)
     if not hasattr(runner, "capture_bs") or limit <= runner.max_bs:
         return None

@@ -89,9 +89,7 @@ def window() -> AcceptWindow:
 
 
 def _adaptive() -> bool:
-    from sglang.srt.runtime_context import get_spec
-
-    return bool(getattr(get_spec(), "speculative_adaptive", False))
+    return bool(getattr(lane.here().runtime_context().get_spec(), "speculative_adaptive", False))
 
 
 def watches_acceptance(update: Callable[..., None]) -> Callable[..., None]:
@@ -131,21 +129,19 @@ def _watch(reporter: Any, passes: int, tokens: int) -> None:
         return
     seen = window()
     switched = seen.add(tokens, passes, time.monotonic())
-    if reporter.current_scheduler_metrics_enabled:
+    if lane.here().has_metrics(reporter):
         labels = reporter.metrics_collector.labels
         _metrics.ACCEPT_LENGTH_WINDOW.child(labels).set(seen.mean)
         _metrics.ACCEPT_ALARM.child(labels).set(int(seen.alarmed))
     if switched and seen.alarmed:
-        _outcome.record(startup.PATCH, "failed", explain(seen, told, reporter.scheduler))
+        _outcome.record(startup.PATCH, "failed", explain(seen, told, getattr(reporter, "scheduler", reporter)))
     elif switched:
         told.record(f"the mean accept length is {seen.mean:.2f} again, no longer below {seen.lowest:g}")
 
 
 def explain(seen: AcceptWindow, told: startup.Checked, scheduler: Any) -> str:
     """The alarm: what was measured, what it costs, and the likely causes with the values of this server."""
-    from sglang.srt.runtime_context import get_spec
-
-    pair, spec = told.pair, get_spec()
+    pair, spec = told.pair, lane.here().runtime_context().get_spec()
     ids, key = shapes.layer_ids(pair.draft)
     captured = captured_layers(scheduler)
     vocab = int(value(pair.target, "vocab_size"))

@@ -1,6 +1,6 @@
 """``KimiK25ForConditionalGeneration`` answers for its language model.
 
-Upstream 0.5.23 delegates embedding, head and layer setters (``models/kimi_k25.py``), but not what context-parallel and
+Upstream 0.5.9 delegates nothing, so that EAGLE-3 ends in an AttributeError at start. Upstream 0.5.23 delegates embedding, head and layer setters (``models/kimi_k25.py``), but not what context-parallel and
 graph code read of a target: ``capture_aux_hidden_states``, ``pp_group`` and ``logits_processor``
 (``model_executor/runner/eager_runner.py``, ``layers/cp/bcg/bcg.py``). And on an encoder-only node, which has no
 language model, every one of them ends in an error about something else.
@@ -27,6 +27,8 @@ _METHODS = (
     "get_embed_and_head",
     "set_embed_and_head",
 )
+# What an EAGLE worker asks of its target; upstream's class has them since 0.5.10.
+_ASKED = ("set_eagle3_layers_to_capture", "get_embed_and_head", "set_embed_and_head")
 _MARK = "_sglang_patches_answers_as_target"
 
 
@@ -53,6 +55,14 @@ def _delegated(name: str) -> property:
     return property(read, write, doc=f"The language model's ``{name}``.")
 
 
+def _handed_on(name: str) -> Callable[..., Any]:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.language_model, name)(*args, **kwargs)
+
+    method.__name__, method.__doc__ = name, f"The language model's ``{name}``."
+    return method
+
+
 def _needs_language_model(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -72,6 +82,9 @@ def answers_as_target(wrapper: Model) -> Model:
     for name in _ATTRIBUTES:
         if not hasattr(wrapper, name):
             setattr(wrapper, name, _delegated(name))
+    for name in _ASKED:
+        if not hasattr(wrapper, name):
+            setattr(wrapper, name, _handed_on(name))
     for name in _METHODS:
         if name in vars(wrapper):
             setattr(wrapper, name, _needs_language_model(vars(wrapper)[name]))
