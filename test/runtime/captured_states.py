@@ -11,6 +11,7 @@ layer left its sum over the ranks to the next.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from collections.abc import Iterator
@@ -19,8 +20,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
 
+import lane_table
 import torch
 from ranks import free_port
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
@@ -31,6 +34,10 @@ Batch = list[tuple[list[int], int]]
 
 def make_runner(rank: int, tp: int, port: int) -> Any:
     """Upstream's `ModelRunner` of rank ``rank``, as `sglang.benchmark.one_batch` makes it, as the target of EAGLE-3."""
+    if lane_table.release() == "0.5.9":
+        import target_0_5_9
+
+        return target_0_5_9.make_runner(rank, tp, port)
     from sglang.benchmark.one_batch import _init_process_global_configs
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.distributed import bootstrap
@@ -75,6 +82,14 @@ def make_runner(rank: int, tp: int, port: int) -> Any:
     runner.init_attention_backends()
     runner.init_cuda_graphs()
     return runner
+
+
+# A batch has them where attention backends have not.
+POOLS = ("req_to_token_pool", "token_to_kv_pool", "attn_backend")
+
+
+def fields_of(kind: type) -> set[str]:
+    return {field.name for field in dataclasses.fields(kind)}
 
 
 class Target:
@@ -124,6 +139,7 @@ class Target:
                 "extend_prefix_lens_cpu": prefixes,
                 "extend_logprob_start_lens_cpu": lengths,
             }
+        more |= {name: getattr(self.runner, name) for name in POOLS if name in fields_of(ForwardBatch)}
         for name, value in more.items():
             setattr(batch, name, value)
         return batch
@@ -164,14 +180,16 @@ def record(runner: Any) -> dict[str, tuple[list[list[int]], torch.Tensor]]:
         lengths = [len(a), len(b)]
         positions = torch.cat([torch.tensor(depths) + length for length in lengths])
         empty = torch.empty(0, dtype=torch.long)
+        links = [name for name in fields_of(EagleVerifyInput) if name.startswith("retri")]
+        if hasattr(EagleVerifyInput, "tree_topk"):
+            cells = mask.expand(2, 4, 4).flatten()
+        else:  # 0.5.9: committed tokens are part of the mask
+            cells = torch.cat([torch.cat([mask.new_ones(4, n), mask], 1).flatten() for n in lengths])
         info = EagleVerifyInput(
             draft_token=torch.tensor(drafts).flatten(),
-            custom_mask=mask.expand(2, 4, 4).flatten(),
+            custom_mask=cells,
             positions=positions,
-            retrieve_index=empty,
-            retrieve_next_token=empty,
-            retrieve_next_sibling=empty,
-            retrieve_cum_len=empty,
+            **dict.fromkeys(links, empty),
             spec_steps=3,
             topk=topk,
             draft_token_num=4,
@@ -254,15 +272,15 @@ def record_fused(runner: Any) -> dict[str, Any]:
 
 
 def main(rank: int, tp: int, port: int, folder: Path, lists: list[str]) -> None:
-    from sglang.srt.layers.layer_boundary.residual.stream import OwedOutput
-
     from sglang_patches.runtime.deepseek_v2_embedding_capture.layer_ids import LayerIds, Request
 
     runner = make_runner(rank, tp, port)
     found: dict[str, Any] = {"deferred": 0}
 
     def count(_: Any, __: Any, output: tuple[Any, Any]) -> None:
-        found["deferred"] += isinstance(output[0], OwedOutput)
+        # As upstream marks a sum that the next layer completes: by its class, or by an attribute (0.5.9).
+        left = type(output[0]).__name__ == "OwedOutput" or hasattr(output[0], "_sglang_needs_allreduce_fusion")
+        found["deferred"] += left
 
     for layer in runner.model.language_model.model.layers:
         layer.register_forward_hook(count)
@@ -271,7 +289,7 @@ def main(rank: int, tp: int, port: int, folder: Path, lists: list[str]) -> None:
         runner.model.set_eagle3_layers_to_capture(LayerIds(Request(ids, "the test", "layer-output", "the test")))
         with torch.inference_mode():
             found[text] = record(runner)
-    if tp > 1:
+    if tp > 1 and lane_table.release() != "0.5.9":
         text = lists[0]
         ids = tuple(int(part) for part in text.split(","))
         runner.model.set_eagle3_layers_to_capture(LayerIds(Request(ids, "the test", "layer-output", "the test")))

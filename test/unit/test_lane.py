@@ -136,7 +136,7 @@ def test_the_constraints_of_a_lane_resolve(release: str) -> None:
 @pytest.mark.parametrize(
     ("wanted", "told"),
     [
-        ("0.5.9", "no lane for sglang 0.5.9\n  lanes      " + " ".join(LANES)),
+        ("0.5.8", "no lane for sglang 0.5.8\n  lanes      " + " ".join(LANES)),
         ("", "no lane is named"),
         ("../x", "port --to ../x"),
     ],

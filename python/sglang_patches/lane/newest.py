@@ -25,6 +25,8 @@ class Lane:
     draft_graph_vote: ClassVar[str | None] = "can_run_dp_draft_cuda_graph"
     # Why a verify batch is never cut into slices; empty where its fields are known (`eagle_verify_cuda_graph.slices`).
     no_slices: ClassVar[str] = ""
+    # Files below `runtime/` whose imports of upstream are not reached, by the attributes of this class.
+    not_reached: ClassVar[frozenset[str]] = frozenset()
     # Whether there is a PCIe-IPC all-reduce at all.
     has_pcie_ipc: ClassVar[bool] = True
     # Answers 503 until the server's own warm-up request is served, then 200.
@@ -36,6 +38,8 @@ class Lane:
     captures_at_boundary: ClassVar[bool] = True
     # Whether a graph runner declines a batch whose tokens per request differ from the captured ones.
     declines_other_widths: ClassVar[bool] = True
+    # What a Kimi-K2.5 processor calls the rows and columns of patches of its images.
+    image_grid: ClassVar[str] = "image_grid_thw"
     # What capturing one batch size returns where no graph was captured.
     no_graph: ClassVar[Any] = None
 
@@ -56,6 +60,12 @@ class Lane:
         from sglang.srt.arg_groups.overrides import resolving_view
 
         return resolving_view(server_args)
+
+    def resolved_arguments(self) -> dict[str, Any]:
+        """The arguments of this process, resolved, by name."""
+        from sglang.srt.runtime_context import get_context
+
+        return get_context().resolved_server_args_dict()
 
     def resolutions(self, server_args: Any) -> Any:
         """Who decided which arguments, in order: (name of upstream's method, fields that it decided)."""
@@ -126,6 +136,30 @@ class Lane:
         from sglang.srt.utils.hf_transformers.common import get_context_length
 
         return int(get_context_length(text_config))
+
+    def pools(self, backend: Any, batch: Any) -> tuple[Any, Any]:
+        """The request-to-token pool and the KV pool that an attention backend reads for a ``ForwardBatch``."""
+        return backend.req_to_token_pool, backend.token_to_kv_pool
+
+    def kv_location(self, batch: Any) -> Any:
+        """Where a forward writes its KV, as the KV pool's ``set_kv_buffer`` takes it."""
+        from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+        return KVWriteLoc(batch.out_cache_loc, None)
+
+    def tree_mask(self, spec: Any, prefix_lens: Any) -> Any:
+        """Which drafts of its tree each draft of a verify sees: bool ``[requests, n, n]``; None for a chain.
+
+        Args:
+            spec: upstream's ``EagleVerifyInput`` on a CPU.
+            prefix_lens: ``[requests]``, committed tokens.
+        """
+        # QLEN_ONLY: for each request n x n, row-major, True where query may see key. A chain (topk 1) is causal.
+        return None if spec.tree_topk == 1 else spec.custom_mask.view(-1, spec.draft_token_num, spec.draft_token_num)
+
+    def is_ragged_draft_extend(self, mode: Any) -> bool:
+        """Whether a ``ForwardMode`` is the draft extend that has accepted tokens only, so many for each request."""
+        return False
 
     def draft_backend(self, stamp: str, backend: Any) -> Any:
         """What an entry of ``DraftBackendFactory``'s maps gives: the attention backend with the name it is known by."""

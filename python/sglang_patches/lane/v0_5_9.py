@@ -126,10 +126,19 @@ class Lane(v0_5_17.Lane):
         "attn_cp_size": 1,
     }
     no_slices: ClassVar[str] = "sglang 0.5.9, whose verify batches are not known to be sliceable"
+    not_reached: ClassVar[frozenset[str]] = frozenset(
+        {
+            "deepseek_v2_embedding_capture/collector.py",
+            "eagle_verify_cuda_graph/slice_policy.py",
+            "eagle_verify_cuda_graph/slice_timing.py",
+            "eagle_verify_cuda_graph/slices.py",
+        }
+    )
     # `models/llama_eagle3.py` and the graph of draft extend have the number as a constant.
     draft_states: ClassVar[int | None] = 3
     captures_at_boundary: ClassVar[bool] = False
     declines_other_widths: ClassVar[bool] = False
+    image_grid: ClassVar[str] = "grid_thws"
     no_graph: ClassVar[Any] = (None, None)
 
     def __init__(self) -> None:
@@ -140,6 +149,14 @@ class Lane(v0_5_17.Lane):
 
     def resolving(self, server_args: Any) -> Any:
         return server_args
+
+    def resolved_arguments(self) -> dict[str, Any]:
+        from dataclasses import fields
+
+        from sglang.srt.server_args import get_global_server_args
+
+        arguments = get_global_server_args()
+        return {field.name: getattr(arguments, field.name) for field in fields(arguments)}
 
     def resolutions(self, server_args: Any) -> Any:
         """Made from the arguments: this upstream keeps no record of it."""
@@ -208,6 +225,28 @@ class Lane(v0_5_17.Lane):
         from sglang.srt.utils.hf_transformers_utils import get_context_length
 
         return int(get_context_length(text_config))
+
+    def pools(self, backend: Any, batch: Any) -> tuple[Any, Any]:
+        return batch.req_to_token_pool, batch.token_to_kv_pool
+
+    def kv_location(self, batch: Any) -> Any:
+        return batch.out_cache_loc
+
+    def tree_mask(self, spec: Any, prefix_lens: Any) -> Any:
+        if spec.topk == 1:
+            return None
+        import torch
+
+        # FULL_MASK: for each request n rows of its committed tokens and the n drafts.
+        n, begin, masks = int(spec.draft_token_num), 0, []
+        for prefix in prefix_lens.tolist():
+            end = begin + n * (prefix + n)
+            masks.append(spec.custom_mask[begin:end].view(n, prefix + n)[:, prefix:])
+            begin = end
+        return torch.stack(masks)
+
+    def is_ragged_draft_extend(self, mode: Any) -> bool:
+        return bool(mode.is_draft_extend())
 
     def accepted_tokens(self, bs: int, num_correct_drafts: int, *rest: Any, **named: Any) -> int:
         return int(num_correct_drafts) + int(bs)

@@ -111,6 +111,18 @@ def count_positions(resolve: Callable[..., Any]) -> Callable[..., Any]:
     return resolved
 
 
+def count_request(update: Callable[..., None]) -> Callable[..., None]:
+    """The same for upstream releases where every verified request is told so: decorate
+    ``Req.update_spec_acceptance_histogram(self, accepted_draft_tokens)``."""
+
+    @functools.wraps(update)
+    def counted(self: Any, accepted_draft_tokens: int) -> None:
+        update(self, accepted_draft_tokens)
+        _acceptance.drafts[accepted_draft_tokens] += 1
+
+    return counted
+
+
 def export_info() -> None:
     """Publish the gauge ``sglang_patches_info``, always 1, whose labels tell the code state (HTTP process)."""
     state = code_state()
@@ -160,9 +172,7 @@ def server_info(internal_states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _server_args() -> dict[str, Any]:
-    from sglang.srt.runtime_context import get_context
-
-    return get_context().resolved_server_args_dict()
+    return lane.here().resolved_arguments()
 
 
 def scheduler_info(scheduler: Any = None) -> dict[str, Any]:

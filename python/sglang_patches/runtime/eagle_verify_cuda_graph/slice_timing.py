@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from sglang_patches import lane
 from sglang_patches.runtime.eagle_verify_cuda_graph import counting, slice_policy, slices
 from sglang_patches.runtime.eagle_verify_cuda_graph.slice_policy import Decision, Timing
 
