@@ -17,18 +17,26 @@ import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
 
+import lane_table
 import torch
 from drafts import DRAFT, TARGET
 from ranks import free_port
 from safetensors.torch import load_file
+
+if lane_table.release() == "0.5.9":
+    import target_0_5_9
 
 PATCH = "kimi-k25-eagle3-delegation"
 
 
 def start() -> tuple[Any, Any]:
     """Upstream's arguments, published, and the target's `ModelRunner`, as `sglang.benchmark.one_batch` makes it."""
+    if lane_table.release() == "0.5.9":
+        runner = target_0_5_9.make_runner(0, 1, free_port())
+        return runner.server_args, runner
     from sglang.benchmark.one_batch import _init_process_global_configs
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.distributed import bootstrap
@@ -69,9 +77,10 @@ def load(arguments: Any, folder: Path) -> dict[str, Any]:
     config = ModelConfig.from_server_args(arguments, model_path=str(folder), is_draft_model=True)
     result: dict[str, Any] = {"error": None}
     try:
+        more = target_0_5_9.ONE_RANK if lane_table.release() == "0.5.9" else {}
         model = ModelRunner(
             model_config=config, mem_fraction_static=0.5, gpu_id=0, nccl_port=0, server_args=arguments,
-            is_draft_worker=True,
+            is_draft_worker=True, **more,
         ).model  # fmt: skip
     except Exception as error:
         result["error"] = [type(error).__name__, str(error)]
@@ -110,8 +119,11 @@ def ask(wrapper: Any) -> dict[str, Any]:
     }
     config = copy.deepcopy(wrapper.config)
     config.encoder_only = True
+    refusals: dict[str, str] = {}
+    answers["refusals"] = refusals
+    if lane_table.release() == "0.5.9":  # knows no encoder node of this model
+        return answers
     encoder = type(wrapper)(config)
-    refusals = {}
     arguments: dict[str, list[Any]] = {"set_eagle3_layers_to_capture": [[1]]}
     for name in (
         "capture_aux_hidden_states", "pp_group", "logits_processor", "lm_head", "get_embed_and_head",
@@ -122,7 +134,6 @@ def ask(wrapper: Any) -> dict[str, Any]:
             refusals[name] = "answered"
         except AttributeError as error:
             refusals[name] = str(error)
-    answers["refusals"] = refusals
     answers["hasattr"] = [hasattr(encoder, name) for name in ("pp_group", "lm_head")]
     return answers
 

@@ -1,8 +1,9 @@
 """The tiny target, and an EAGLE-3 worker with its draft, made with upstream 0.5.9's own classes on the CPU.
 
-    python target_0_5_9.py WHAT       (what: target, worker; the arguments' list of ids is the draft's own)
+    python target_0_5_9.py WHAT [DRAFT]
 
-Prints what the target captures as JSON, and after ``worker`` also what the patches decided.
+Prints what came of it as JSON. WHAT: ``worker``, an EAGLE-3 worker with its draft; ``embedding``, a prefill that captures
+the embedding's output; ``graphs``, what upstream's graph runner is about to capture, and for which batch sizes.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ os.environ |= CPU
 
 from ranks import free_port
 
+# Arguments of ``ModelRunner`` that later releases find by themselves.
+ONE_RANK = {"tp_rank": 0, "tp_size": 1, "moe_ep_rank": 0, "moe_ep_size": 1, "pp_rank": 0, "pp_size": 1}
 MODELS = Path(__file__).parents[1] / "models"
 
 
@@ -29,9 +32,9 @@ def arguments(tp: int = 1, **more: Any) -> Any:
     made = ServerArgs(
         model_path=str(MODELS / "tiny-kimi"), device="cpu", attention_backend="torch_native",
         sampling_backend="pytorch", grammar_backend="none", dtype="float32", max_total_tokens=2048, tp_size=tp,
-        speculative_algorithm="EAGLE3", speculative_draft_model_path=str(MODELS / "tiny-kimi-eagle3"),
-        speculative_num_steps=3, speculative_eagle_topk=1, speculative_num_draft_tokens=4, log_level="warning",
-        max_running_requests=8, **more,
+        speculative_algorithm="EAGLE3", speculative_num_steps=3, speculative_eagle_topk=1,
+        speculative_num_draft_tokens=4, log_level="warning", max_running_requests=8,
+        **{"speculative_draft_model_path": str(MODELS / "tiny-kimi-eagle3"), **more},
     )  # fmt: skip
     set_global_server_args_for_scheduler(made)
     return made
@@ -55,8 +58,8 @@ def make_runner(rank: int, tp: int, port: int, **more: Any) -> Any:
     made = arguments(tp, **more)
     prepare()
     return ModelRunner(
-        model_config=ModelConfig.from_server_args(made), mem_fraction_static=0.5, gpu_id=rank, tp_rank=rank,
-        tp_size=tp, moe_ep_rank=0, moe_ep_size=1, pp_rank=0, pp_size=1, nccl_port=port, server_args=made,
+        model_config=ModelConfig.from_server_args(made), mem_fraction_static=0.5, gpu_id=rank, nccl_port=port,
+        server_args=made, **ONE_RANK | {"tp_rank": rank, "tp_size": tp},
     )  # fmt: skip
 
 
@@ -77,21 +80,62 @@ def captured(model: Any) -> dict[str, Any]:
     return {"layers": inner.layers_to_capture, "embedding": getattr(inner, "captures_embedding", False)}
 
 
-def main(what: str) -> None:
+def worker() -> dict[str, Any]:
     from sglang_patches.runtime import _outcome
 
-    if what == "target":
-        told = captured(make_runner(0, 1, free_port()).model)
-    else:
-        worker = make_worker()
-        told = captured(worker.target_worker.model_runner.model)
-        told["draft"] = type(worker.draft_model_runner.model).__name__
-        told["shares"] = (
-            worker.draft_model_runner.model.model.embed_tokens.weight
-            is worker.target_worker.model_runner.model.language_model.model.embed_tokens.weight
-        )
-    print(json.dumps({**told, "outcomes": _outcome.outcomes()}))
+    made = make_worker()
+    target, draft = made.target_worker.model_runner.model, made.draft_model_runner.model
+    return {
+        **captured(target),
+        "draft": type(draft).__name__,
+        "shares": draft.model.embed_tokens.weight is target.language_model.model.embed_tokens.weight,
+        "outcomes": _outcome.outcomes(),
+    }
+
+
+def embedding() -> dict[str, Any]:
+    """A prefill of three tokens that captures in upstream's own numbers (layer outputs, -1 the embedding's)."""
+    import torch
+    from captured_states import Target
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    runner = make_runner(0, 1, free_port())
+    runner.model.language_model.set_eagle3_layers_to_capture([-1, 5, 8])
+    with torch.inference_mode():
+        try:
+            states = Target(runner).run(ForwardMode.EXTEND, [1], [0], [[20, 21, 22]])
+        except TypeError as error:
+            return {"error": str(error)}
+    embedded = runner.model.language_model.model.embed_tokens.weight[torch.tensor([20, 21, 22])]
+    return {"shape": list(states.shape), "first": torch.equal(states[:, : embedded.shape[1]], embedded)}
+
+
+def graphs(draft: str) -> dict[str, Any]:
+    """Upstream's `CudaGraphRunner` as it is when it begins to capture; nothing is captured without a GPU."""
+    from unittest import mock
+
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+    from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
+
+    runner = make_runner(0, 1, free_port(), speculative_draft_model_path=draft)
+    runner.server_args.cuda_graph_bs = [1, 2]
+    runner.server_args.cuda_graph_max_bs = 2
+    # As they are before upstream has set any.
+    runner.model.language_model.model.layers_to_capture = []
+    found: dict[str, Any] = {}
+
+    def capture(self: Any) -> None:
+        found.update(captured(runner.model), sizes=self.capture_bs)
+
+    states = {"init_cuda_graph_state": mock.DEFAULT, "get_cuda_graph_seq_len_fill_value": lambda self: 1}
+    with (
+        mock.patch.object(CudaGraphRunner, "capture", capture),
+        mock.patch.multiple(TorchNativeAttnBackend, create=True, **states),
+    ):
+        CudaGraphRunner(runner)
+    runner.model.set_eagle3_layers_to_capture(runner.eagle_aux_hidden_state_layer_ids)
+    return {**found, "served": captured(runner.model)}
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    print(json.dumps(globals()[sys.argv[1]](*sys.argv[2:])))

@@ -31,6 +31,9 @@ class Lane:
     has_pcie_ipc: ClassVar[bool] = True
     # Answers 503 until the server's own warm-up request is served, then 200.
     ready_path: ClassVar[str] = "/ready"
+    # What a server without a GPU is started with beside what all lanes are: variables and arguments.
+    cpu_environment: ClassVar[Mapping[str, str]] = {}
+    cpu_arguments: ClassVar[tuple[str, ...]] = ()
     # States that every draft of this upstream takes, where its code says so; None where the draft's files do.
     draft_states: ClassVar[int | None] = None
     # Whether a captured state is read at its layer's boundary: the embedding's output like any other, and complete.

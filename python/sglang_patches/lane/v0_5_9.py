@@ -134,6 +134,9 @@ class Lane(v0_5_17.Lane):
             "eagle_verify_cuda_graph/slices.py",
         }
     )
+    # EAGLE's small kernels are Triton's only; and masks of a grammar are made on a GPU only.
+    cpu_environment: ClassVar[Mapping[str, str]] = {"TRITON_INTERPRET": "1"}
+    cpu_arguments: ClassVar[tuple[str, ...]] = ("--grammar-backend", "none")
     # `models/llama_eagle3.py` and the graph of draft extend have the number as a constant.
     draft_states: ClassVar[int | None] = 3
     captures_at_boundary: ClassVar[bool] = False

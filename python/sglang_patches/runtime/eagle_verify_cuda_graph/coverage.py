@@ -166,7 +166,7 @@ def _decide(model_runner: Any) -> None:
     _state.plan = plan
     for blocked, why in (
         (spec.speculative_adaptive, "adaptive speculation chooses its own sizes"),
-        (model_runner.lora_manager is not None, "LoRA buffers are made for upstream's sizes"),
+        (getattr(model_runner, "lora_manager", None) is not None, "LoRA buffers are made for upstream's sizes"),
         (moe.moe_a2a_backend != "none", f"dispatch buffers of --moe-a2a-backend {moe.moe_a2a_backend}"),
         (lane.here().has_paged_experts(), "paged experts cap the captured sizes"),
     ):
