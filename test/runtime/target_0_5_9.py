@@ -2,8 +2,8 @@
 
     python target_0_5_9.py WHAT [DRAFT]
 
-Prints what came of it as JSON. WHAT: ``worker``, an EAGLE-3 worker with its draft; ``embedding``, a prefill that captures
-the embedding's output; ``graphs``, what upstream's graph runner is about to capture, and for which batch sizes.
+Prints what came of it as JSON. WHAT: ``worker``, an EAGLE-3 worker with its draft; ``embedding``, a prefill that
+captures the embedding's output; ``graphs``, what upstream's graph runner is about to capture, and which batch sizes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 CPU = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "TRITON_INTERPRET": "1"}
 os.environ |= CPU
 
-from ranks import free_port
+from ranks import free_port  # noqa: E402 (no upstream before the variables are set)
 
 # Arguments of ``ModelRunner`` that later releases find by themselves.
 ONE_RANK = {"tp_rank": 0, "tp_size": 1, "moe_ep_rank": 0, "moe_ep_size": 1, "pp_rank": 0, "pp_size": 1}

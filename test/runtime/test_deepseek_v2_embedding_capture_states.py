@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import lane_table
 import pytest
 import torch
 from benchmark.tiny_kimi.draft import Capture
@@ -38,7 +39,8 @@ def captured(folder: Path, tp: int, *lists: tuple[int, ...]) -> list[dict[Any, A
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     ranks = [torch.load(folder / f"rank{rank}.pt") for rank in range(tp)]
-    assert all((found["deferred"] > 0) == (tp > 1) for found in ranks)
+    # 0.5.9 leaves none without fused all-reduce, which takes a GPU.
+    assert all((found["deferred"] > 0) == (tp > 1 and lane_table.release() != "0.5.9") for found in ranks)
     told = [{ids: found[text] for ids, text in zip(lists, texts, strict=True)} for found in ranks]
     return [
         states | {name: found[name] for name in FUSED if name in found}

@@ -43,10 +43,11 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     write_draft(folder / "no-head", {}, without("lm_head.weight"))
     write_draft(folder / "extra", {}, setting(midlayer__self_attn__q_norm__weight=torch.ones(64)))
     write_draft(folder / "no-states", NO_STATES, without("fc.weight", "midlayer.hidden_norm.weight"))
-    mla_draft(folder / "mla")
-    mla_draft(folder / "mla-no-states", NO_STATES, without("fc.weight", "layers.0.hidden_norm.weight"))
-    mla_draft(folder / "mla-fused", {}, fused)
-    mla_draft(folder / "mla-prefixed", {}, renamed(lambda name: name if "lm_head" in name else f"model.{name}"))
+    if lane_table.release() != "0.5.9":  # has no MLA draft
+        mla_draft(folder / "mla")
+        mla_draft(folder / "mla-no-states", NO_STATES, without("fc.weight", "layers.0.hidden_norm.weight"))
+        mla_draft(folder / "mla-fused", {}, fused)
+        mla_draft(folder / "mla-prefixed", {}, renamed(lambda name: name if "lm_head" in name else f"model.{name}"))
     write_draft(folder / "z-no-norm-no-o-warn", {}, without("norm.weight", "midlayer.self_attn.o_proj.weight"))
     environ = {key: found for key, found in os.environ.items() if not key.startswith("SGLANG_PATCHES_")}
     # What this patch makes of names alone; the other one reads conventions, and refuses by itself what is not whole.
@@ -61,6 +62,12 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads((folder / "results.json").read_text())
 
 
+def of(results: dict[str, Any], name: str) -> Any:
+    if name not in results and name.startswith("mla"):
+        pytest.skip(f"lane {lane_table.release()}: upstream has no MLA draft")
+    return results[name]
+
+
 def test_the_check_before_loading_is_told(results: dict[str, Any]) -> None:
     assert results["checked"] | {"draft": ""} == {
         "result": "applied", "detail": "the draft fits the target", "draft": "",
@@ -71,7 +78,7 @@ def test_the_check_before_loading_is_told(results: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", ["good", "target-head", "harmless", "mla"])
 def test_a_whole_draft_is_loaded_as_it_is(results: dict[str, Any], name: str) -> None:
-    result = results[name]
+    result = of(results, name)
     assert result["error"] is None
     assert result["outcome"]["detail"] == "the draft fits the target and was loaded whole"
     assert result["outcome"]["unfilled"] == result["outcome"]["untaken"] == []
@@ -81,7 +88,7 @@ def test_a_whole_draft_is_loaded_as_it_is(results: dict[str, Any], name: str) ->
 
 @pytest.mark.parametrize("name", ["no-states", "mla-no-states"])
 def test_a_draft_without_captured_states_is_loaded(results: dict[str, Any], name: str) -> None:
-    result = results[name]
+    result = of(results, name)
     assert result["error"] is None
     assert result["outcome"]["detail"] == "the draft fits the target and was loaded whole"
     assert result["outcome"]["unfilled"] == result["outcome"]["untaken"] == []
@@ -102,7 +109,7 @@ def test_a_draft_without_captured_states_is_loaded(results: dict[str, Any], name
     ],
 )
 def test_a_draft_that_is_not_whole_is_refused(results: dict[str, Any], name: str, said: str) -> None:
-    kind, text = results[name]["error"]
+    kind, text = of(results, name)["error"]
     assert kind == "DraftContractError"
     assert said in text
     assert f"/{name} does not fit the target" in text

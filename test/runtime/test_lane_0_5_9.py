@@ -1,4 +1,4 @@
-"""Lane 0.5.9: the core patches against upstream's own classes and the trained tiny weights, with each patch and without.
+"""Lane 0.5.9: the core patches with upstream's own classes and the trained tiny weights, with each patch and without.
 
 States and drafts are compared in `test_deepseek_v2_embedding_capture_states.py` and
 `test_kimi_k25_eagle3_delegation_loading.py`, which hold for this lane too.
@@ -65,9 +65,8 @@ def test_eagle_3_starts_with_the_delegation() -> None:
 def test_without_it_the_start_ends_in_an_attribute_error() -> None:
     done = run("worker", without=DELEGATION)
     assert done.returncode == 1
-    last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("AttributeError: 'KimiK25ForConditionalGeneration' object has no attribute")
-    assert "set_eagle3_layers_to_capture" in last
+    lacking = "AttributeError: 'KimiK25ForConditionalGeneration' object has no attribute 'set_eagle3_layers_to_capture'"
+    assert lacking in done.stderr
 
 
 def test_the_embeddings_output_is_captured_where_upstream_raises() -> None:
@@ -101,7 +100,9 @@ def test_drafts_take_three_states_here(tmp_path: Path) -> None:
     from sglang.srt.configs.model_config import ModelConfig
 
     ids = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 5], "use_aux_hidden_state": True}}
-    with pytest.raises(LayerIdError, match=r"names 2 layers, \[1, 5\], but drafts take 3 hidden states in this upstream"):
+    with pytest.raises(
+        LayerIdError, match=r"names 2 layers, \[1, 5\], but drafts take 3 hidden states in this upstream"
+    ):
         ModelConfig(str(write_draft(tmp_path / "two", ids)), dtype="float32", is_draft_model=True)
 
 
@@ -239,9 +240,14 @@ def test_the_reason_is_upstreams(kind: Any, more: dict[str, Any], size: int, wan
 def test_who_switched_graphs_off(arguments: dict[str, Any], wanted: Reason | None) -> None:
     found = SimpleNamespace(
         **{
-            "disable_cuda_graph": True, "attention_backend": "fa3", "moe_a2a_backend": "none", "deepep_mode": "auto",
-            "disaggregation_mode": "null", "debug_tensor_dump_output_folder": None,
-        } | arguments  # fmt: skip
+            "disable_cuda_graph": True,
+            "attention_backend": "fa3",
+            "moe_a2a_backend": "none",
+            "deepep_mode": "auto",
+            "disaggregation_mode": "null",
+            "debug_tensor_dump_output_folder": None,
+        }
+        | arguments
     )
     assert reasons.off_reason(lane.here().resolutions(found)) is wanted
 

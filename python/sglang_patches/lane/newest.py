@@ -101,7 +101,7 @@ class Lane:
         return model_runner.decode_cuda_graph_runner
 
     def draft_worker(self, worker: Any) -> Any:
-        """What drafts, of the worker whose ``init_cuda_graphs`` captures all graphs; it has the draft's graph runners."""
+        """What drafts, of the worker whose ``init_cuda_graphs`` captures all graphs; has the draft's graph runners."""
         return worker.draft_worker
 
     def draft_runner(self, draft_worker: Any) -> Any:

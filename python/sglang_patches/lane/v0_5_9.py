@@ -1,4 +1,4 @@
-"""Upstream 0.5.9 (torch 2.9, CUDA 12): arguments are in one global object, and targets do not know EAGLE-3's ids yet."""
+"""Upstream 0.5.9 (torch 2.9, CUDA 12): arguments are in one global object, and targets know little of EAGLE-3."""
 
 from __future__ import annotations
 

@@ -104,8 +104,8 @@ def _check_count(config: Any, request: Request) -> None:
     constant = lane.here().draft_states
     if constant is not None and len(request.ids) != constant:
         raise LayerIdError(
-            f"{request.ids_from} names {len(request.ids)} layers, {list(request.ids)}, but drafts take {constant} hidden "
-            f"states in this upstream release, whatever their files say. Name {constant} layers, or serve this draft "
+            f"{request.ids_from} names {len(request.ids)} layers, {list(request.ids)}, but drafts take {constant} "
+            "hidden states in this upstream release, whatever their files say. Name as many layers, or serve this draft "
             "with a later release."
         )
     taken = {source: len(ids) for source, ids in own_lists(config)}
@@ -204,7 +204,7 @@ def takes_layer_ids(setter: Callable[..., None]) -> Callable[..., None]:
 
 
 def sets_layers(model_runner: Any) -> bool:
-    """Set the layers of the target before its graphs are captured; True where there is an EAGLE-3 draft to set them for.
+    """Set the layers of the target before its graphs are captured; True where an EAGLE-3 draft asks for some.
 
     Upstream 0.5.9 sets the draft's own only after that, so that graphs capture [2, n // 2, n - 3] whatever it says.
     """

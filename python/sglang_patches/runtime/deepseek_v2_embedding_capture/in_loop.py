@@ -1,8 +1,8 @@
 """Captured states where upstream's own loop over the layers collects them in a list (0.5.9, ``models/deepseek_v2.py``).
 
-Before layer ``i`` runs the loop adds up ``hidden_states + residual``. Layer 0 has no residual yet, so that capturing the
-embedding's output ends in a TypeError; and where a layer leaves its all-reduce to the norm of the next one, the sum is
-that of one rank. Here the embedding's output is added apart, and a layer whose output is captured reduces by itself.
+Before layer ``i`` runs the loop adds up ``hidden_states + residual``. Layer 0 has no residual yet, so that capturing
+the embedding's output ends in a TypeError; and where a layer leaves its all-reduce to the norm of the next one, the sum
+is that of one rank. Here the embedding's output is added apart, and a layer whose output is captured reduces by itself.
 """
 
 from __future__ import annotations

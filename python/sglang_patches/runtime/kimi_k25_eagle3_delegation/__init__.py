@@ -9,7 +9,11 @@ what patched lines call.
 from __future__ import annotations
 
 from sglang_patches.draft.refusal import DraftContractError
-from sglang_patches.runtime.kimi_k25_eagle3_delegation.accounting import accounts_for_weights, watches_draft, watches_runner
+from sglang_patches.runtime.kimi_k25_eagle3_delegation.accounting import (
+    accounts_for_weights,
+    watches_draft,
+    watches_runner,
+)
 from sglang_patches.runtime.kimi_k25_eagle3_delegation.alarm import watches_acceptance
 from sglang_patches.runtime.kimi_k25_eagle3_delegation.startup import check_before_spawn, check_in_worker
 from sglang_patches.runtime.kimi_k25_eagle3_delegation.wrapper import answers_as_target, owner_of_body

@@ -1,9 +1,10 @@
 """``KimiK25ForConditionalGeneration`` answers for its language model.
 
-Upstream 0.5.9 delegates nothing, so that EAGLE-3 ends in an AttributeError at start. Upstream 0.5.23 delegates embedding, head and layer setters (``models/kimi_k25.py``), but not what context-parallel and
-graph code read of a target: ``capture_aux_hidden_states``, ``pp_group`` and ``logits_processor``
-(``model_executor/runner/eager_runner.py``, ``layers/cp/bcg/bcg.py``). And on an encoder-only node, which has no
-language model, every one of them ends in an error about something else.
+Upstream 0.5.9 delegates nothing, so that EAGLE-3 ends in an AttributeError at start. Upstream 0.5.23 delegates
+embedding, head and layer setters (``models/kimi_k25.py``), but not what context-parallel and graph code read of a
+target: ``capture_aux_hidden_states``, ``pp_group`` and ``logits_processor`` (``model_executor/runner/eager_runner.py``,
+``layers/cp/bcg/bcg.py``). And on an encoder-only node, which has no language model, every one of them ends in an error
+about something else.
 """
 
 from __future__ import annotations
