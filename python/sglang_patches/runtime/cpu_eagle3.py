@@ -272,7 +272,7 @@ def verifies_on_cpu(verify: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(*, predicts: torch.Tensor, topk: int = -1, **tensors: torch.Tensor) -> Any:
         if not predicts.is_cpu:
             return verify(predicts=predicts, topk=topk, **tensors)
-        from sgl_kernel import verify_tree_greedy_cpu
+        from sgl_kernel import verify_tree_greedy_cpu  # type: ignore[attr-defined]
 
         verify_tree_greedy_cpu(predicts=predicts, **tensors)
         return predicts, tensors["accept_index"], tensors["accept_token_num"]

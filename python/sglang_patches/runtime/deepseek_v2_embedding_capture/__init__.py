@@ -105,7 +105,7 @@ def _check_count(config: Any, request: Request) -> None:
     if constant is not None and len(request.ids) != constant:
         raise LayerIdError(
             f"{request.ids_from} names {len(request.ids)} layers, {list(request.ids)}, but drafts take {constant} "
-            "hidden states in this upstream release, whatever their files say. Name as many layers, or serve this draft "
+            "hidden states in this upstream release, whatever their files say. Name as many layers, or serve it "
             "with a later release."
         )
     taken = {source: len(ids) for source, ids in own_lists(config)}
