@@ -34,6 +34,11 @@ Batch = list[tuple[list[int], int]]
 
 def make_runner(rank: int, tp: int, port: int) -> Any:
     """Upstream's `ModelRunner` of rank ``rank``, as `sglang.benchmark.one_batch` makes it, as the target of EAGLE-3."""
+    # Upstream wants a NUMA node a rank unless told where to run; it binds nothing without AMX.
+    cores = sorted(os.sched_getaffinity(0))
+    os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[r % len(cores)]) for r in range(tp))
+    # An installed NCCL is taken for a usable one, GPU or not.
+    os.environ["SGLANG_NCCL_SO_PATH"] = "/nonexistent"
     if lane_table.release() == "0.5.9":
         import target_0_5_9
 
@@ -62,11 +67,6 @@ def make_runner(rank: int, tp: int, port: int) -> Any:
         speculative_num_draft_tokens=4,
         log_level="warning",
     )
-    # Upstream wants a NUMA node a rank unless told where to run; it binds nothing without AMX.
-    cores = sorted(os.sched_getaffinity(0))
-    os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[r % len(cores)]) for r in range(tp))
-    # An installed NCCL is taken for a usable one, GPU or not.
-    os.environ["SGLANG_NCCL_SO_PATH"] = "/nonexistent"
     arguments.resolve_once()
     _set_envs_and_config(arguments)
     ranks = SpawnRanks(world_rank=spawn_world_rank(arguments, tp_rank=rank, pp_rank=0), gpu_id=rank)

@@ -28,7 +28,7 @@ class Reporter:
     """As much of upstream's metrics reporter as the alarm reads."""
 
     def __init__(self, layers: list[int]) -> None:
-        self.current_scheduler_metrics_enabled = False
+        self.current_scheduler_metrics_enabled = self.enable_metrics = False
         body = SimpleNamespace(model=SimpleNamespace(layers_to_capture=layers))
         runner = SimpleNamespace(model=SimpleNamespace(language_model=body))
         self.scheduler = SimpleNamespace(

@@ -67,6 +67,8 @@ def arguments(**changed: Any) -> SimpleNamespace:
 def test_upstream_has_every_argument_that_is_read_with_the_plain_values_assumed_here() -> None:
     real = lane.here().resolving(ServerArgs(model_path=str(REPO / "test/models/tiny-kimi"), device="cpu"))
     plain = vars(arguments(tp_size=1, device="cpu"))
+    if lane_table.release() == "0.5.9":  # knows no workers of Ray's
+        del plain["use_ray"]
     assert {name: getattr(real, name) for name in plain} == plain
 
 

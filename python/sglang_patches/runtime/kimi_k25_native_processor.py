@@ -33,6 +33,11 @@ def _resize_plan(width: int, height: int, patch: int, merge: int, patches: int, 
         pass
     else:
         return navit_resize_config(width, height, patch, merge, patches, patches_on_side)
+    return resize_plan(width, height, patch, merge, patches, patches_on_side)
+
+
+def resize_plan(width: int, height: int, patch: int, merge: int, patches: int, patches_on_side: int) -> dict[str, int]:
+    """What upstream's ``navit_resize_config`` gives, for a release without it; arguments as above."""
     whole = max(width // patch, 1) * max(height // patch, 1)
     longest = patches_on_side * patch
     scale = min(1.0, math.sqrt(patches / whole), longest / width, longest / height)

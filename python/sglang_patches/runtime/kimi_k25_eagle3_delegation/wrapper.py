@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 Model = TypeVar("Model", bound=type)
 
 # Read by context-parallel and graph code; the rest of what a target is asked for is in upstream's class already.
-_ATTRIBUTES = ("capture_aux_hidden_states", "logits_processor", "pp_group")
+_ATTRIBUTES = ("capture_aux_hidden_states", "lm_head", "logits_processor", "pp_group")
 # Upstream's own delegations, in the order of models/kimi_k25.py; `forward`, which no encoder node calls, stays bare.
 _METHODS = (
     "prepare_context_parallel_metadata_for_dcp",
@@ -29,7 +29,7 @@ _METHODS = (
     "set_embed_and_head",
 )
 # What an EAGLE worker asks of its target; upstream's class has them since 0.5.10.
-_ASKED = ("set_eagle3_layers_to_capture", "get_embed_and_head", "set_embed_and_head")
+_ASKED = ("set_eagle3_layers_to_capture", "get_embed_and_head", "set_embed_and_head", "get_input_embeddings")
 _MARK = "_sglang_patches_answers_as_target"
 
 
@@ -94,7 +94,7 @@ def answers_as_target(wrapper: Model) -> Model:
 
     def explain(self: Any, name: str) -> Any:
         # Where a property raises AttributeError Python asks __getattr__, and torch's answer would hide the reason.
-        if name in (*_ATTRIBUTES, "lm_head") and self.__dict__.get("language_model", name) is None:
+        if name in _ATTRIBUTES and self.__dict__.get("language_model", name) is None:
             raise _refusal(self, name)
         return lookup(self, name)
 
