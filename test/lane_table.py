@@ -90,6 +90,9 @@ NOT_HERE: Mapping[str, Mapping[str, str]] = {
         f"{_PCIE}test_pcie_ipc_is_on_all_ranks_or_on_none": _NO_IPC,
         f"{_PCIE}test_a_workspace_that_one_rank_cannot_build_is_used_by_none": _NO_IPC,
         "runtime/test_kimi_k25_eagle3_delegation.py::test_images_with_context_parallel_prefill_are_refused": _MADE,
+        "runtime/test_kimi_k25_eagle3_delegation.py::test_a_draft_served_in_another_dtype_is_refused": (
+            "this release takes the test's target for float16 too, so that the two do not differ"
+        ),
         f"{_LOADING}test_context_parallel_prefill_runs_the_body_and_the_head_of_the_language_model": _MADE,
         f"{_LOADING}test_an_encoder_only_node_says_why_it_has_no_answer": "there is no encoder node of this model",
         f"{_LOADING}test_a_draft_without_captured_states_is_loaded": "upstream's draft always has fc",

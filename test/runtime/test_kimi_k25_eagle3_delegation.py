@@ -72,7 +72,7 @@ def warned(pair: Pair) -> list[str]:
 
 
 def test_a_draft_served_in_another_dtype_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = write_draft(tmp_path / "d", {"dtype": "float16", "torch_dtype": "float16"})
+    folder = write_draft(tmp_path / "d", {"dtype": "float16"})
     draft = ModelConfig(str(folder), is_draft_model=True, **EAGLE3)
     both = SimpleNamespace(download_dir=None), ModelConfig(str(TARGET)), draft
     (reason,) = refused(startup.make_pair(*both))

@@ -140,9 +140,13 @@ class Lane:
 
         return int(get_context_length(text_config))
 
-    def pools(self, backend: Any, batch: Any) -> tuple[Any, Any]:
-        """The request-to-token pool and the KV pool that an attention backend reads for a ``ForwardBatch``."""
-        return backend.req_to_token_pool, backend.token_to_kv_pool
+    def request_pool(self, backend: Any, batch: Any) -> Any:
+        """The request-to-token pool that an attention backend reads for a ``ForwardBatch``."""
+        return backend.req_to_token_pool
+
+    def kv_pool(self, backend: Any, batch: Any) -> Any:
+        """The KV pool that an attention backend reads for a ``ForwardBatch``."""
+        return backend.token_to_kv_pool
 
     def kv_location(self, batch: Any) -> Any:
         """Where a forward writes its KV, as the KV pool's ``set_kv_buffer`` takes it."""

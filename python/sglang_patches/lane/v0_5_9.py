@@ -229,8 +229,11 @@ class Lane(v0_5_17.Lane):
 
         return int(get_context_length(text_config))
 
-    def pools(self, backend: Any, batch: Any) -> tuple[Any, Any]:
-        return batch.req_to_token_pool, batch.token_to_kv_pool
+    def request_pool(self, backend: Any, batch: Any) -> Any:
+        return batch.req_to_token_pool
+
+    def kv_pool(self, backend: Any, batch: Any) -> Any:
+        return batch.token_to_kv_pool
 
     def kv_location(self, batch: Any) -> Any:
         return batch.out_cache_loc

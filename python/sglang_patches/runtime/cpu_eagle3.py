@@ -115,7 +115,7 @@ def plan_for(backend: TorchNativeAttnBackend, batch: ForwardBatch) -> SpecPlan |
     prefix_lens = prefix_lens.long()
     if mask is None:
         mask = torch.ones((n, n), dtype=torch.bool).tril_().expand(prefix_lens.numel(), n, n)
-    table = lane.here().pools(backend, batch)[0].req_to_token
+    table = lane.here().request_pool(backend, batch).req_to_token
     new_slots = table[batch.req_pool_indices[:, None], prefix_lens[:, None] + torch.arange(n)]
     return make_plan(table, batch.req_pool_indices, prefix_lens, new_slots, mask if n > 1 else None)
 
@@ -180,7 +180,7 @@ def _run(
     save_kv_cache: bool,
 ) -> torch.Tensor:
     _refuse_unsupported(layer)
-    pool = lane.here().pools(backend, batch)[1]
+    pool = lane.here().kv_pool(backend, batch)
     if save_kv_cache and k is not None and v is not None:
         pool.set_kv_buffer(layer, lane.here().kv_location(batch), k, v)
     out = attend(
@@ -248,7 +248,7 @@ class TorchNativeMultiStepDraftBackend:
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Plan every step of one draft phase; ``forward_batch.seq_lens`` counts committed tokens only."""
         topk, num_steps = self.topk, self.num_steps
-        table = lane.here().pools(self.attn_backends[0], forward_batch)[0].req_to_token
+        table = lane.here().request_pool(self.attn_backends[0], forward_batch).req_to_token
         prefix_lens = forward_batch.seq_lens.long()
         offsets = torch.arange(topk * num_steps)
         new_slots = table[forward_batch.req_pool_indices[:, None], prefix_lens[:, None] + offsets].long()
