@@ -125,8 +125,9 @@ def test_states_come_in_the_lists_order_with_repeats_and_the_embedding_first() -
     assert [state.item() for state in in_loop.in_list_order(model, states)] == [8, 0, 8, 2]
     in_loop.set_up(model, [2, 8])
     assert in_loop.in_list_order(model, states[1:]) == states[1:]
-    in_loop.add_embedding(model, none := [], embedded)
-    assert none == []
+    nothing: list[torch.Tensor] = []
+    in_loop.add_embedding(model, nothing, embedded)
+    assert nothing == []
 
 
 @pytest.mark.parametrize("captured", [False, True])

@@ -91,7 +91,8 @@ class CheckpointImages:
         from PIL import Image
 
         patch = self.patch_size
-        to = _resize_plan(*image.size, patch, self.merge_size, self.max_patches, self.size["max_height"])
+        width, height = image.size
+        to = _resize_plan(width, height, patch, self.merge_size, self.max_patches, self.size["max_height"])
         resized = image.convert("RGB").resize((to["new_width"], to["new_height"]), Image.Resampling.BICUBIC)
         pixels = np.pad(np.asarray(resized), ((0, to["pad_height"]), (0, to["pad_width"]), (0, 0)))
         rows, columns = pixels.shape[0] // patch, pixels.shape[1] // patch
