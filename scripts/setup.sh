@@ -2,11 +2,14 @@
 # Makes the virtual environment VENV and installs this project, upstream and the test tools into it.
 #   scripts/setup.sh VENV [CONSTRAINTS]
 # CONSTRAINTS names the upstream stack, such as lanes/0.5.17.txt; without it the newest lane's is installed.
+# A file of that name with .overrides instead of .txt beside it replaces what packages ask for.
 # Uses uv, which resolves and unpacks the 9 GB about ten times faster than pip, and fetches it by pip where it is missing.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=${1:?usage: scripts/setup.sh VENV [CONSTRAINTS]}
 constraints=${2:-}
+overrides=${constraints%.txt}.overrides
+[[ -n $constraints && -f $overrides ]] || overrides=
 
 supported() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; }
 
@@ -40,5 +43,6 @@ if [[ -z $uv ]] || ! "$uv" --version >/dev/null 2>&1; then
   uv=$venv/bin/uv
 fi
 echo "setup: installing the pinned upstream release and its libraries into $venv (9 GB, a minute or more) ..."
-"$uv" pip install --python "$venv/bin/python" --editable '.[test,bench,docs]' ${constraints:+--constraint "$constraints"}
+"$uv" pip install --python "$venv/bin/python" --editable '.[test,bench,docs]' ${constraints:+--constraint "$constraints"} \
+  ${overrides:+--override "$overrides"}
 echo "setup: done in $((SECONDS - started)) s"

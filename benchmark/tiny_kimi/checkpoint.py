@@ -203,14 +203,19 @@ def to_kimi_names(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return renamed
 
 
-def from_kimi_names(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The inverse of `to_kimi_names`; vision weights are left out."""
+def from_kimi_names(state: dict[str, Tensor], stacked: bool = True) -> dict[str, Tensor]:
+    """The inverse of `to_kimi_names`; vision weights are left out.
+
+    Args:
+        stacked: experts as one tensor of all, which transformers 5 has; transformers 4 has one each, as Kimi has.
+    """
     text = {
         name.removeprefix("language_model."): tensor
         for name, tensor in state.items()
         if name.startswith("language_model.")
     }
-    for layer in range(TEXT_CONFIG["first_k_dense_replace"], TEXT_CONFIG["num_hidden_layers"]):
+    moe = range(TEXT_CONFIG["first_k_dense_replace"], TEXT_CONFIG["num_hidden_layers"])
+    for layer in moe if stacked else ():
         prefix = f"model.layers.{layer}.mlp.experts"
         experts = [
             {part: text.pop(f"{prefix}.{expert}.{part}_proj.weight") for part in ("gate", "up", "down")}
@@ -283,7 +288,8 @@ def load_text_model(
         RuntimeError: the file lacks a weight of the model, has one too many, or one of another shape.
     """
     model = DeepseekV3ForCausalLM(text_config())
-    model.load_state_dict(from_kimi_names(load_file(folder / "model.safetensors")), strict=True)
+    stacked = any(name.endswith("experts.gate_up_proj") for name in model.state_dict())
+    model.load_state_dict(from_kimi_names(load_file(folder / "model.safetensors"), stacked), strict=True)
     return nn.Module.to(model, device=device, dtype=dtype).eval()
 
 

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import DeepseekV3ForCausalLM
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 
 def all_experts_forward(self: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -27,6 +26,9 @@ def all_experts_forward(self: Any, hidden: Tensor, top_k_index: Tensor, top_k_we
 
 def use_all_experts(model: DeepseekV3ForCausalLM) -> None:
     """Make `model` (a `DeepseekV3ForCausalLM`) use `all_experts_forward`."""
+    # transformers 5; here, so that lanes with an older one can read the rest.
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
     ALL_EXPERTS_FUNCTIONS.register("all_experts", all_experts_forward)
     model.config._experts_implementation = "all_experts"
 

@@ -44,7 +44,7 @@ _CPU_ENV = {
 
 def cpu_environment() -> dict[str, str]:
     """Variables a server without a GPU is started with, where the environment does not set them."""
-    return dict(_CPU_ENV)
+    return {**_CPU_ENV, **lane.here().cpu_environment}
 
 
 _SMALL_MODEL_BYTES = 1 << 30
@@ -130,8 +130,8 @@ def plan(
             argv += ["--max-total-tokens", "65536"]
             notes.append("small model: KV cache limited to 65536 tokens (--max-total-tokens N changes it)")
     else:
-        argv += _CPU_ARGS
-        env = {**_CPU_ENV, **env}
+        argv += [*_CPU_ARGS, *lane.here().cpu_arguments]
+        env = {**cpu_environment(), **env}
         notes.append("no GPU: serving on the CPU in float32, which suits small models only")
         if not _cpu_eagle3_is_on(environ):
             notes.append(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 
+import lane_table
 import pytest
 from benchmark.tiny_kimi import reference
-from transformers import AutoTokenizer
 
 from .conftest import MODEL
 from .server import REPO, Server
@@ -19,7 +19,7 @@ TOKENS = 64
 def expected() -> list[tuple[list[int], list[int]]]:
     """Held-out prompts and their greedy continuations by transformers."""
     rows = [json.loads(line) for line in (REPO / "test/models/prompts.jsonl").read_text().splitlines()]
-    tokenizer, model = AutoTokenizer.from_pretrained(MODEL), reference.load_text_model(MODEL)
+    tokenizer, model = lane_table.tokenizer(MODEL), reference.load_text_model(MODEL)
     prompts = [tokenizer(row["text"])["input_ids"] for row in rows[::8]]
     return [(ids, reference.greedy(model, ids, TOKENS)) for ids in prompts]
 

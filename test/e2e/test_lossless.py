@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
+import lane_table
 import pytest
 from benchmark.tiny_kimi import reference
-from transformers import AutoTokenizer
 
 from .conftest import MODEL
 from .server import REPO, Server
@@ -27,7 +27,7 @@ class Expected:
 
     def __init__(self) -> None:
         rows = [json.loads(line) for line in (REPO / "test/models/prompts.jsonl").read_text().splitlines()]
-        self.tokenizer = AutoTokenizer.from_pretrained(MODEL)
+        self.tokenizer = lane_table.tokenizer(MODEL)
         texts = [row["text"] for row in rows[:: len(rows) // PROMPTS][:PROMPTS]]
         assert len(texts) == PROMPTS
         self.prompts: list[list[int]] = [self.tokenizer(text)["input_ids"] for text in texts]

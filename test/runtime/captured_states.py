@@ -11,6 +11,7 @@ layer left its sum over the ranks to the next, None where this upstream's layers
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,10 +31,20 @@ Batch = list[tuple[list[int], int]]
 def make_runner(rank: int, tp: int, port: int) -> Any:
     """The target's `ModelRunner` of rank ``rank``, ready for forwards."""
     _, runner = runners.start(port, rank, tp)
+    if runners.RELEASE == "0.5.9":  # with pools and backends from the start
+        return runner
     runner.alloc_memory_pool()
     runner.init_attention_backends()
     runner.init_cuda_graphs()
     return runner
+
+
+# A batch has them where attention backends have not.
+POOLS = ("req_to_token_pool", "token_to_kv_pool", "attn_backend")
+
+
+def fields_of(kind: type) -> set[str]:
+    return {field.name for field in dataclasses.fields(kind)}
 
 
 class Target:
@@ -83,6 +94,7 @@ class Target:
                 "extend_prefix_lens_cpu": prefixes,
                 "extend_logprob_start_lens_cpu": lengths,
             }
+        more |= {name: getattr(self.runner, name) for name in POOLS if name in fields_of(ForwardBatch)}
         for name, value in more.items():
             setattr(batch, name, value)
         return batch
@@ -123,14 +135,16 @@ def record(runner: Any) -> dict[str, tuple[list[list[int]], torch.Tensor]]:
         lengths = [len(a), len(b)]
         positions = torch.cat([torch.tensor(depths) + length for length in lengths])
         empty = torch.empty(0, dtype=torch.long)
+        links = [name for name in fields_of(EagleVerifyInput) if name.startswith("retri")]
+        if hasattr(EagleVerifyInput, "tree_topk"):
+            cells = mask.expand(2, 4, 4).flatten()
+        else:  # 0.5.9: committed tokens are part of the mask
+            cells = torch.cat([torch.cat([mask.new_ones(4, n), mask], 1).flatten() for n in lengths])
         info = EagleVerifyInput(
             draft_token=torch.tensor(drafts).flatten(),
-            custom_mask=mask.expand(2, 4, 4).flatten(),
+            custom_mask=cells,
             positions=positions,
-            retrieve_index=empty,
-            retrieve_next_token=empty,
-            retrieve_next_sibling=empty,
-            retrieve_cum_len=empty,
+            **dict.fromkeys(links, empty),
             spec_steps=3,
             topk=topk,
             draft_token_num=4,

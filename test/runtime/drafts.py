@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,9 +10,14 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from sglang.srt.configs.model_config import ModelConfig
 
 MODELS = Path(__file__).parents[1] / "models"
 TARGET, DRAFT = MODELS / "tiny-kimi", MODELS / "tiny-kimi-eagle3"
+# How upstream's ``ModelConfig`` is told, where it is, that a draft is EAGLE-3's.
+EAGLE3: dict[str, Any] = (
+    {"speculative_algorithm": "EAGLE3"} if "speculative_algorithm" in inspect.signature(ModelConfig).parameters else {}
+)
 Tensors = dict[str, torch.Tensor]
 Edit = Callable[[Tensors], None]
 

@@ -5,11 +5,19 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
+from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
 
+import lane_table
 from drafts import DRAFT, TARGET
+
+RELEASE = lane_table.release()
+if RELEASE == "0.5.9":
+    import target_0_5_9
 
 
 def start(port: int, rank: int = 0, tp: int = 1) -> tuple[Any, Any]:
@@ -19,6 +27,14 @@ def start(port: int, rank: int = 0, tp: int = 1) -> tuple[Any, Any]:
         port: where the ranks of torch.distributed meet, the same for all.
         rank: this process' tensor-parallel rank, of ``tp``.
     """
+    # Upstream wants a NUMA node a rank unless told where to run; it binds nothing without AMX.
+    cores = sorted(os.sched_getaffinity(0))
+    os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[r % len(cores)]) for r in range(tp))
+    # An installed NCCL is taken for a usable one, GPU or not.
+    os.environ["SGLANG_NCCL_SO_PATH"] = "/nonexistent"
+    if RELEASE == "0.5.9":
+        target = target_0_5_9.make_runner(rank, tp, port)
+        return target.server_args, target
     from sglang.srt import runtime_context
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.entrypoints.engine import _set_envs_and_config
@@ -30,11 +46,6 @@ def start(port: int, rank: int = 0, tp: int = 1) -> tuple[Any, Any]:
         speculative_draft_model_path=str(DRAFT), speculative_num_steps=3, speculative_eagle_topk=1,
         speculative_num_draft_tokens=4, log_level="warning",
     )  # fmt: skip
-    # Upstream wants a NUMA node a rank unless told where to run; it binds nothing without AMX.
-    cores = sorted(os.sched_getaffinity(0))
-    os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[r % len(cores)]) for r in range(tp))
-    # An installed NCCL is taken for a usable one, GPU or not.
-    os.environ["SGLANG_NCCL_SO_PATH"] = "/nonexistent"
     if hasattr(arguments, "resolve_once"):  # else they are resolved as they are made
         arguments.resolve_once()
     _set_envs_and_config(arguments)
@@ -74,6 +85,8 @@ def runner(arguments: Any, config: Any, port: int = 0, rank: int = 0, **more: An
         more["ps"] = ParallelState.trivial(
             tp_rank=rank, tp_size=tp, attn_tp_rank=rank, attn_tp_size=tp, dp_rank=None, gpu_id=rank
         )
+    if RELEASE == "0.5.9":
+        more |= target_0_5_9.ONE_RANK
     return ModelRunner(
         model_config=config, mem_fraction_static=0.5, gpu_id=rank, nccl_port=port, server_args=arguments, **more
     )

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from drafts import DRAFT, REMOVED, TARGET, Edit, mla_draft, renamed, setting, unchanged, without, write_draft
+from drafts import DRAFT, EAGLE3, REMOVED, TARGET, Edit, mla_draft, renamed, setting, unchanged, without, write_draft
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.utils.hf_transformers_utils import get_config
 
@@ -74,7 +74,7 @@ def warned(pair: Pair) -> list[str]:
 
 def test_a_draft_served_in_another_dtype_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_draft(tmp_path / "d", {"dtype": "float16"})
-    draft = ModelConfig(str(folder), is_draft_model=True, speculative_algorithm="EAGLE3")
+    draft = ModelConfig(str(folder), is_draft_model=True, **EAGLE3)
     both = SimpleNamespace(download_dir=None), ModelConfig(str(TARGET)), draft
     (reason,) = refused(startup.make_pair(*both))
     assert "served in float16" in reason
@@ -361,7 +361,7 @@ def test_a_draft_that_is_fetched_while_it_is_loaded_is_checked_then(
     tmp_path: Path, target: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_draft(tmp_path / "draft", {}, without("d2t", "t2d"))
-    config = ModelConfig(str(folder), dtype="float32", is_draft_model=True, speculative_algorithm="EAGLE3")
+    config = ModelConfig(str(folder), dtype="float32", is_draft_model=True, **EAGLE3)
     arguments = SimpleNamespace(
         download_dir=None, speculative_algorithm="eagle3", speculative_draft_model_path="o/draft"
     )
@@ -401,14 +401,14 @@ def test_all_reasons_come_in_one_error(
 def test_ids_that_patch_embedding_capture_settles_need_no_remark(tmp_path: Path, target: ModelConfig) -> None:
     draft = write_draft(tmp_path / "draft", ids(-1, 5, 8))
     assert check(dataclasses.replace(pair_of(draft, target), ids_settled=True)) == []
-    config = ModelConfig(str(draft), dtype="float32", is_draft_model=True, speculative_algorithm="EAGLE3")
+    config = ModelConfig(str(draft), dtype="float32", is_draft_model=True, **EAGLE3)
     pair = startup.make_pair(SimpleNamespace(download_dir=None), target, config)
     assert pair.ids_settled is hasattr(config, "aux_layer_request")
 
 
 def in_worker(draft: Path, target: ModelConfig) -> Any:
     """What a scheduler's check makes of `draft`: the outcome."""
-    config = ModelConfig(str(draft), dtype="float32", is_draft_model=True, speculative_algorithm="EAGLE3")
+    config = ModelConfig(str(draft), dtype="float32", is_draft_model=True, **EAGLE3)
     arguments = SimpleNamespace(
         download_dir=None, speculative_algorithm="EAGLE3", speculative_draft_model_path=str(draft)
     )

@@ -5,9 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from drafts import DRAFT, TARGET
+from drafts import DRAFT, EAGLE3, TARGET
 from sglang.srt.configs.model_config import ModelConfig
 
+from sglang_patches import lane
 from sglang_patches.runtime import _outcome
 from sglang_patches.runtime._verify_pass import VerifyPass
 from sglang_patches.runtime.kimi_k25_eagle3_delegation import DraftContractError, alarm, settings, startup
@@ -28,7 +29,7 @@ class Reporter:
     """As much of upstream's metrics reporter as the alarm reads."""
 
     def __init__(self, layers: list[int]) -> None:
-        self.current_scheduler_metrics_enabled = False
+        self.current_scheduler_metrics_enabled = self.enable_metrics = False
         body = SimpleNamespace(model=SimpleNamespace(layers_to_capture=layers))
         runner = SimpleNamespace(model=SimpleNamespace(language_model=body))
         self.scheduler = SimpleNamespace(
@@ -42,11 +43,9 @@ class Reporter:
 
 @pytest.fixture
 def reporter(monkeypatch: pytest.MonkeyPatch) -> Reporter:
-    from sglang.srt import runtime_context
-
     spec = SimpleNamespace(speculative_num_steps=3, speculative_num_draft_tokens=4)
-    monkeypatch.setattr(runtime_context, "get_spec", lambda: spec)
-    draft = ModelConfig(str(DRAFT), dtype="float32", is_draft_model=True, speculative_algorithm="EAGLE3")
+    monkeypatch.setattr(lane.here().runtime_context(), "get_spec", lambda: spec)
+    draft = ModelConfig(str(DRAFT), dtype="float32", is_draft_model=True, **EAGLE3)
     pair = startup.make_pair(SimpleNamespace(download_dir=None), ModelConfig(str(TARGET), dtype="float32"), draft)
     told = startup.Checked(pair, lambda: None, {"draft": str(DRAFT), "warnings": ["a remark"]})
     monkeypatch.setattr(startup, "_checked", [told])
@@ -99,9 +98,7 @@ def test_one_warning_when_passes_gain_nothing_for_long(
 def test_no_warning_where_a_batch_may_draft_nothing(
     reporter: Reporter, clock: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
-    from sglang.srt import runtime_context
-
-    runtime_context.get_spec().speculative_adaptive = True
+    lane.here().runtime_context().get_spec().speculative_adaptive = True
     for _ in range(60):
         reporter.verified(3, 0)
     assert "mean accept length" not in caplog.text

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 from transformers import AutoProcessor
 
@@ -68,3 +71,24 @@ def test_a_processor_that_has_it_all_is_left_alone() -> None:
 
     remote = Remote()
     assert kimi_k25_native_processor.adapt(remote) is remote
+
+
+@given(st.integers(1, 5000), st.integers(1, 5000), st.integers(1, 3), st.integers(1, 4096), st.integers(1, 512))
+def test_the_plan_for_older_releases_is_upstreams(width: int, height: int, merge: int, most: int, side: int) -> None:
+    from sglang.srt.multimodal.processors.kimi_k25 import navit_resize_config
+
+    from sglang_patches.runtime.kimi_k25_native_processor import resize_plan
+
+    given_sizes = (width, height, 14, merge, most, side)
+    assert resize_plan(*given_sizes) == navit_resize_config(*given_sizes)
+
+
+def test_a_list_of_extra_tokens_is_read_as_transformers_4_can(tmp_path: Path) -> None:
+    from sglang_patches.runtime.kimi_k25_native_processor import tokenizer_alone, tokens_as_read
+
+    assert tokens_as_read(str(MODEL)) == {"extra_special_tokens": {}}
+    assert tokens_as_read(str(tmp_path)) == {}
+    (tmp_path / "tokenizer_config.json").write_text('{"extra_special_tokens": {"image_token": "<i>"}}')
+    assert tokens_as_read(str(tmp_path)) == {}
+    assert tokenizer_alone(SimpleNamespace(model_type="kimi_k25", auto_map={"AutoProcessor": "x"}), str(MODEL)) is None
+    assert tokenizer_alone(SimpleNamespace(model_type="llava"), str(MODEL)) is None

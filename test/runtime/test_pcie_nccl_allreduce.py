@@ -6,7 +6,6 @@ import json
 import re
 from dataclasses import replace
 from datetime import timedelta
-from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,7 +33,7 @@ def host(name: str) -> Topology:
 
 
 PCIE = host("eight-on-two-sockets")
-NCCL = version("nvidia-nccl-cu13")
+NCCL = lane_table.nccl()
 
 
 @pytest.fixture(autouse=True)
@@ -68,6 +67,8 @@ def arguments(**changed: Any) -> SimpleNamespace:
 def test_upstream_has_every_argument_that_is_read_with_the_plain_values_assumed_here() -> None:
     real = lane.here().resolving(ServerArgs(model_path=str(REPO / "test/models/tiny-kimi"), device="cpu"))
     plain = vars(arguments(tp_size=1, device="cpu"))
+    if lane_table.release() == "0.5.9":  # knows no workers of Ray's
+        del plain["use_ray"]
     assert {name: getattr(real, name) for name in plain} == plain
 
 
@@ -97,7 +98,7 @@ def test_a_pcie_host_gets_a_built_in_before_workers_start(
 ) -> None:
     made, environ = prepared(tp_size=gpus)
     assert {name: value for name, value in environ.items() if name.startswith("NCCL_")} == variables
-    assert (made.profile, made.graphs_only, made.nccl_version) == (name, True, version("nvidia-nccl-cu13"))
+    assert (made.profile, made.graphs_only, made.nccl_version) == (name, True, NCCL)
     assert decision.inherited(environ) == made
     assert _outcome.outcomes() == {}  # only a rank that read it back may say "applied"
 

@@ -125,10 +125,19 @@ def test_the_constraints_of_a_lane_resolve(release: str) -> None:
     assert {line for line in pinned if line and not line.startswith("#")} <= set(done.stdout.splitlines())
 
 
+@pytest.mark.parametrize(("extra", "release"), [("cu12", "0.5.9"), ("cu13", LANES[-1])])
+def test_an_extra_takes_the_stack_of_its_cuda(extra: str, release: str) -> None:
+    asked = {Requirement(line).name: line for line in PROJECT["optional-dependencies"][extra]}
+    nccl = f"nvidia-nccl-{extra}"
+    assert set(asked) == {"sglang", "torch", nccl}
+    assert set(asked.values()) <= set((REPO / f"lanes/{release}.txt").read_text().splitlines())
+    assert release == max((lane for lane in LANES if nccl in (REPO / f"lanes/{lane}.txt").read_text()), key=LANES.index)
+
+
 @pytest.mark.parametrize(
     ("wanted", "told"),
     [
-        ("0.5.9", "no lane for sglang 0.5.9\n  lanes      " + " ".join(LANES)),
+        ("0.5.8", "no lane for sglang 0.5.8\n  lanes      " + " ".join(LANES)),
         ("", "no lane is named"),
         ("../x", "port --to ../x"),
     ],

@@ -83,7 +83,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def test_every_file_imports_with_every_subset_of_its_patches(loaded: dict[str, str]) -> None:
-    assert len(loaded) > 100
+    assert len(loaded) > 60
     assert {what: said for what, said in loaded.items() if said and what != "broken"} == {}
 
 

@@ -21,14 +21,16 @@ _PACKAGE = Path(sglang_patches.__file__).parent
 def missing(patch: Patch, release: Wheel, package: Path = _PACKAGE) -> list[str]:
     """Imports of upstream in `runtime/<patch>` that fail on `release`: `sglang.srt.x` or `sglang.srt.x: name`.
 
-    Imports under `TYPE_CHECKING` and within `try` are left out: they may fail.
+    Imports under `TYPE_CHECKING` and within `try` are left out: they may fail; so are files that the release's adapter
+    says are not reached.
     """
+    not_reached = lane.of(release.release).not_reached
     module = package / "runtime" / patch.name.replace("-", "_")
     files = sorted(module.rglob("*.py")) if module.is_dir() else [module.with_suffix(".py")]
     lacking = [
         said
         for file in files
-        if file.is_file()
+        if file.is_file() and file.relative_to(package / "runtime").as_posix() not in not_reached
         for name in _imports(file)
         if (said := _lacks(name, release)) is not None
     ]
@@ -50,6 +52,9 @@ def adapter_missing(release: Wheel, module: str = "") -> list[str]:
             if isinstance(node, ast.ClassDef) and node.name == base.__name__
         )
         code |= {node.name: node for node in body.body if isinstance(node, ast.FunctionDef)}
+    # Other classes beside the adapter's own are its helpers.
+    helpers = ast.parse(Path(inspect.getfile(kind)).read_bytes()).body
+    code |= {f"{node.name}()": node for node in helpers if isinstance(node, ast.ClassDef) and node.name != "Lane"}
     found = (_lacks(name, release) for node in code.values() for name in _of(node))
     return sorted({said for said in found if said is not None})
 

@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from sglang_patches import lane
+
 
 def is_first() -> bool:
     """Whether this is the scheduler of tensor-parallel rank 0 and pipeline rank 0, or a process that has no rank."""
-    from sglang.srt.runtime_context import get_parallel
-
-    parallel = get_parallel()
+    parallel = lane.here().runtime_context().get_parallel()
     return not (_rank(parallel, "tp_rank") or _rank(parallel, "pp_rank"))
 
 
 def answers() -> bool:
     """Whether this scheduler is the one of its attention group that reports: others see the same requests."""
-    from sglang.srt.runtime_context import get_parallel
-
-    parallel = get_parallel()
+    parallel = lane.here().runtime_context().get_parallel()
     return not (_rank(parallel, "attn_tp_rank") or _rank(parallel, "attn_cp_rank"))
 
 

@@ -101,19 +101,21 @@ def plan_for(backend: TorchNativeAttnBackend, batch: ForwardBatch) -> SpecPlan |
     if mode.is_target_verify():
         spec = batch.spec_info
         n, prefix_lens = spec.draft_token_num, batch.seq_lens
-        # QLEN_ONLY mask: for each request n x n, row-major, True where query may see key. A chain (topk 1) is causal.
-        mask = None if spec.tree_topk == 1 else spec.custom_mask.view(-1, n, n)
+        mask = lane.here().tree_mask(spec, prefix_lens)
     elif mode.is_draft_extend_v2():
         rows = batch.batch_size
         n = batch.input_ids.numel() // rows
         # Upstream has already added this forward's tokens to seq_lens (prepare_for_draft_extend).
         prefix_lens, mask = batch.seq_lens - n, None
     else:
+        if lane.here().is_ragged_draft_extend(mode):
+            # Upstream leaves those of the prefill there, which its GPU backends do not read.
+            batch.extend_prefix_lens = batch.seq_lens - batch.extend_seq_lens
         return None
     prefix_lens = prefix_lens.long()
     if mask is None:
         mask = torch.ones((n, n), dtype=torch.bool).tril_().expand(prefix_lens.numel(), n, n)
-    table = backend.req_to_token_pool.req_to_token
+    table = lane.here().request_pool(backend, batch).req_to_token
     new_slots = table[batch.req_pool_indices[:, None], prefix_lens[:, None] + torch.arange(n)]
     return make_plan(table, batch.req_pool_indices, prefix_lens, new_slots, mask if n > 1 else None)
 
@@ -177,12 +179,10 @@ def _run(
     batch: ForwardBatch,
     save_kv_cache: bool,
 ) -> torch.Tensor:
-    from sglang.srt.mem_cache.memory_pool import KVWriteLoc
-
     _refuse_unsupported(layer)
-    pool = backend.token_to_kv_pool
+    pool = lane.here().kv_pool(backend, batch)
     if save_kv_cache and k is not None and v is not None:
-        pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc, None), k, v)
+        pool.set_kv_buffer(layer, lane.here().kv_location(batch), k, v)
     out = attend(
         plan,
         q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim),
@@ -248,7 +248,7 @@ class TorchNativeMultiStepDraftBackend:
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Plan every step of one draft phase; ``forward_batch.seq_lens`` counts committed tokens only."""
         topk, num_steps = self.topk, self.num_steps
-        table = self.attn_backends[0].req_to_token_pool.req_to_token
+        table = lane.here().request_pool(self.attn_backends[0], forward_batch).req_to_token
         prefix_lens = forward_batch.seq_lens.long()
         offsets = torch.arange(topk * num_steps)
         new_slots = table[forward_batch.req_pool_indices[:, None], prefix_lens[:, None] + offsets].long()
@@ -263,6 +263,39 @@ class TorchNativeMultiStepDraftBackend:
                 row = whole.visible[:, :1]
                 visible = torch.cat((row[:, :, : step + 1], row[:, :, num_steps:]), dim=2)
             backend.spec_plan = SpecPlan(slots=slots.contiguous(), visible=visible, n=1)
+
+
+def verifies_on_cpu(verify: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorates ``verify_tree_greedy_func`` of upstream releases (0.5.9) that know of GPUs only."""
+
+    @functools.wraps(verify)
+    def wrapper(*, predicts: torch.Tensor, topk: int = -1, **tensors: torch.Tensor) -> Any:
+        if not predicts.is_cpu:
+            return verify(predicts=predicts, topk=topk, **tensors)
+        from sgl_kernel import verify_tree_greedy_cpu  # type: ignore[attr-defined]
+
+        verify_tree_greedy_cpu(predicts=predicts, **tensors)
+        return predicts, tensors["accept_index"], tensors["accept_token_num"]
+
+    return wrapper
+
+
+def waits_for_no_gpu(method: Callable[..., None]) -> Callable[..., None]:
+    """Decorates a method of a draft model that upstream (0.5.9) ends with ``torch.cuda.synchronize()``."""
+
+    @functools.wraps(method)
+    def wrapper(self: torch.nn.Module, *args: Any) -> None:
+        if any(not parameter.is_cpu for parameter in self.parameters()):
+            method(self, *args)
+            return
+        wait = torch.cuda.synchronize
+        torch.cuda.synchronize = lambda *_: None
+        try:
+            method(self, *args)
+        finally:
+            torch.cuda.synchronize = wait
+
+    return wrapper
 
 
 def create_decode_backend(factory: DraftBackendFactory) -> Any:

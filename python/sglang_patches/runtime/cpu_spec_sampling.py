@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from sglang_patches import lane
+
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -189,10 +191,8 @@ def sample_tree(
 @functools.cache
 def _check_thresholds() -> None:
     """Say once that lossy acceptance, which would leave the target's distribution, is not done here."""
-    from sglang.srt.runtime_context import get_spec
-
     for name in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):
-        value = getattr(get_spec(), name)
+        value = getattr(lane.here().runtime_context().get_spec(), name)
         if value != 1.0:
             logger.warning(
                 "--%s %s has no effect on a CPU: every token is a sample of the target's own distribution (1.0)",

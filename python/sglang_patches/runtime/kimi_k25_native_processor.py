@@ -8,9 +8,48 @@ A transformers without that class (5.12, which 0.5.17 pins) gives the bare token
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+from sglang_patches import lane
+
+
+def _resize_plan(width: int, height: int, patch: int, merge: int, patches: int, patches_on_side: int) -> dict[str, int]:
+    """Size and padding of an image, and its tokens: upstream's ``navit_resize_config``, or the same where it has none.
+
+    Args:
+        width, height: of the image, in pixels.
+        patch: pixels on the side of a patch.
+        merge: patches on the side of one token.
+        patches, patches_on_side: the most of an image, and of each of its sides.
+    """
+    try:
+        from sglang.srt.multimodal.processors.kimi_k25 import navit_resize_config
+    except ImportError:
+        pass
+    else:
+        return navit_resize_config(width, height, patch, merge, patches, patches_on_side)
+    return resize_plan(width, height, patch, merge, patches, patches_on_side)
+
+
+def resize_plan(width: int, height: int, patch: int, merge: int, patches: int, patches_on_side: int) -> dict[str, int]:
+    """What upstream's ``navit_resize_config`` gives, for a release without it; arguments as above."""
+    whole = max(width // patch, 1) * max(height // patch, 1)
+    longest = patches_on_side * patch
+    scale = min(1.0, math.sqrt(patches / whole), longest / width, longest / height)
+    new_width, new_height = (min(max(int(side * scale), 1), longest) for side in (width, height))
+    columns, rows = (-(-side // (merge * patch)) for side in (new_width, new_height))
+    return {
+        "num_tokens": rows * columns,
+        "new_width": new_width,
+        "new_height": new_height,
+        "pad_width": columns * merge * patch - new_width,
+        "pad_height": rows * merge * patch - new_height,
+    }
 
 
 class CheckpointImages:
@@ -50,10 +89,10 @@ class CheckpointImages:
         import numpy as np
         import torch
         from PIL import Image
-        from sglang.srt.multimodal.processors.kimi_k25 import navit_resize_config
 
         patch = self.patch_size
-        to = navit_resize_config(*image.size, patch, self.merge_size, self.max_patches, self.size["max_height"])
+        width, height = image.size
+        to = _resize_plan(width, height, patch, self.merge_size, self.max_patches, self.size["max_height"])
         resized = image.convert("RGB").resize((to["new_width"], to["new_height"]), Image.Resampling.BICUBIC)
         pixels = np.pad(np.asarray(resized), ((0, to["pad_height"]), (0, to["pad_width"]), (0, 0)))
         rows, columns = pixels.shape[0] // patch, pixels.shape[1] // patch
@@ -97,24 +136,49 @@ class NativeKimiProcessor:
 
     def _count_tokens(self, media: dict[str, Any]) -> int:
         """Placeholder tokens of one ``{"type": "image", "image": PIL.Image}``."""
-        from sglang.srt.multimodal.processors.kimi_k25 import navit_resize_config
-
         cfg = self.media_processor.media_proc_cfg
         keys = ("patch_size", "merge_kernel_size", "in_patch_limit", "patch_limit_on_one_side")
         width, height = media["image"].size
-        return navit_resize_config(width, height, **{key: cfg[key] for key in keys})["num_tokens"]
+        return _resize_plan(width, height, *(cfg[key] for key in keys))["num_tokens"]
 
     def __call__(self, text: list[str], medias: list[dict[str, Any]] | None = None, **kwargs: Any) -> Any:
         """Tokenise text whose placeholders are expanded already, and preprocess its images on the CPU.
 
         Returns:
             ``input_ids`` int64 ``[1, tokens]`` and, with images, ``pixel_values`` float32
-            ``[patches, 3, patch, patch]`` and ``image_grid_thw`` int64 ``[images, 3]``.
+            ``[patches, 3, patch, patch]`` and ``image_grid_thw``, by the name of this release, int64 ``[images, 3]``.
         """
         out = self.tokenizer(text, return_tensors="pt")
         if medias:
-            out.update(self.image_processor([m["image"] for m in medias], return_tensors="pt"))
+            found = dict(self.image_processor([m["image"] for m in medias], return_tensors="pt"))
+            out.update({lane.here().image_grid: found.pop("image_grid_thw"), **found})
         return out
+
+
+def tokens_as_read(name_or_path: str) -> dict[str, Any]:
+    """Arguments for a tokenizer whose configuration transformers 5 has written: a list that transformers 4 cannot read.
+
+    The tokens are in ``tokenizer.json`` as well, so that nothing is lost without it.
+    """
+    file = Path(name_or_path) / "tokenizer_config.json"
+    if not file.is_file() or not isinstance(json.loads(file.read_text()).get("extra_special_tokens"), list):
+        return {}
+    return {"extra_special_tokens": {}}
+
+
+def tokenizer_alone(config: Any, name_or_path: str, **named: Any) -> Any:
+    """The tokenizer of a Kimi-K2.5 checkpoint without Python code, where transformers raises for want of a processor.
+
+    For ``get_processor`` of upstream 0.5.9; None for every other checkpoint.
+
+    Args:
+        config: the checkpoint's.
+    """
+    if config.model_type != "kimi_k25" or getattr(config, "auto_map", None):
+        return None
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(name_or_path, **named, **tokens_as_read(name_or_path))
 
 
 def adapt(processor: Any) -> Any:

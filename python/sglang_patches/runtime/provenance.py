@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -73,6 +73,14 @@ def _at_least(counts: Counter[int], least: int) -> int:
 _acceptance = _Acceptance()
 
 
+def _draft_steps() -> int:
+    """Draft steps of this server, for releases that do not change them; 0 where not known."""
+    try:
+        return int(lane.here().runtime_context().get_spec().speculative_num_steps or 0)
+    except Exception:  # not published in this process; upstream raises errors of several classes
+        return 0
+
+
 @functools.cache
 def _patch_set_id() -> str:
     return str(code_state()["id"])
@@ -92,12 +100,43 @@ def _count(reporter: Any, seen: VerifyPass) -> None:
     if not seen.drafts:
         return
     _acceptance.add(seen)
-    if reporter.current_scheduler_metrics_enabled:
+    if lane.here().has_metrics(reporter):
         _export_acceptance(reporter)
 
 
 # For upstream's ``_resolve_spec_v2_tokens(self, result, batch)``.
 counts_verify_passes = _verify_pass.tells(_count)
+
+
+# Draft tokens accepted by the requests of the pass that is under way, in releases that have no such method.
+_requests: list[int] = []
+
+
+def counts_request(update: Callable[..., None]) -> Callable[..., None]:
+    """Decorate ``Req.update_spec_acceptance_histogram(self, accepted_draft_tokens)``.
+
+    Upstream 0.5.9 calls it for every request that it has verified; `counts_requests` is told once for all of them.
+    """
+
+    @functools.wraps(update)
+    def counted(self: Any, accepted_draft_tokens: int) -> None:
+        update(self, accepted_draft_tokens)
+        _requests.append(int(accepted_draft_tokens))
+
+    return counted
+
+
+def counts_requests(update: Callable[..., None]) -> Callable[..., None]:
+    """Decorate ``update_spec_metrics(self, ...)``, which upstream calls after the requests of one pass."""
+
+    @functools.wraps(update)
+    def counted(self: Any, *args: Any, **named: Any) -> None:
+        update(self, *args, **named)
+        drafts = tuple(_requests)
+        _requests.clear()
+        _count(self, VerifyPass(max(_draft_steps(), *drafts, 0), drafts, sum(drafts) + len(drafts)))
+
+    return counted
 
 
 def export_info() -> None:
@@ -149,9 +188,7 @@ def server_info(internal_states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _server_args() -> dict[str, Any]:
-    from sglang.srt.runtime_context import get_context
-
-    return get_context().resolved_server_args_dict()
+    return lane.here().resolved_arguments()
 
 
 def scheduler_info(scheduler: Any = None) -> dict[str, Any]:
@@ -164,9 +201,7 @@ def scheduler_info(scheduler: Any = None) -> dict[str, Any]:
 
 
 def _scheduler_name(scheduler: Any = None) -> str:
-    from sglang.srt.runtime_context import get_parallel
-
-    ranks = get_parallel()
+    ranks = lane.here().runtime_context().get_parallel()
     return f"dp {lane.here().dp_rank(scheduler)} pp {ranks.pp_rank} tp {ranks.tp_rank}"
 
 

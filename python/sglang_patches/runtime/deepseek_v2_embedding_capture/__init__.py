@@ -28,7 +28,10 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from sglang_patches import lane
 from sglang_patches.runtime import _outcome, _ranks
+from sglang_patches.runtime.deepseek_v2_embedding_capture import in_loop
+from sglang_patches.runtime.deepseek_v2_embedding_capture.in_loop import add_embedding, in_list_order, is_captured
 from sglang_patches.runtime.deepseek_v2_embedding_capture.layer_ids import (
     CONVENTION_KEY,
     ENV_CONVENTION,
@@ -44,7 +47,17 @@ from sglang_patches.runtime.deepseek_v2_embedding_capture.layer_ids import (
 )
 
 PATCH = "deepseek-v2-embedding-capture"
-__all__ = ["LayerIdError", "attach", "collector_for", "settles_draft_ids", "takes_layer_ids"]
+__all__ = [
+    "LayerIdError",
+    "add_embedding",
+    "attach",
+    "collector_for",
+    "in_list_order",
+    "is_captured",
+    "sets_layers",
+    "settles_draft_ids",
+    "takes_layer_ids",
+]
 
 # Targets whose language model sets its layers through `takes_layer_ids`. All others are left to upstream.
 _TARGETS = {
@@ -69,7 +82,7 @@ def settles_draft_ids(config_draft_model: Callable[..., None]) -> Callable[..., 
     @functools.wraps(config_draft_model)
     def settled(self: Any) -> None:
         config_draft_model(self)
-        if not self.is_draft_model or (self.speculative_algorithm or "").upper() != "EAGLE3":
+        if not self.is_draft_model or lane.here().algorithm_of(self) != "EAGLE3":
             return
         eagle = getattr(self.hf_config, "eagle_config", None)
         if isinstance(eagle, dict) and not eagle.get("use_aux_hidden_state", True):
@@ -88,6 +101,13 @@ def settles_draft_ids(config_draft_model: Callable[..., None]) -> Callable[..., 
 def _check_count(config: Any, request: Request) -> None:
     """The draft's own files tell how many states its ``fc`` takes; another list may name others, but as many."""
     assert request.ids is not None
+    constant = lane.here().draft_states
+    if constant is not None and len(request.ids) != constant:
+        raise LayerIdError(
+            f"{request.ids_from} names {len(request.ids)} layers, {list(request.ids)}, but drafts take {constant} "
+            "hidden states in this upstream release, whatever their files say. Name as many layers, or serve it "
+            "with a later release."
+        )
     taken = {source: len(ids) for source, ids in own_lists(config)}
     if len(set(taken.values())) > 1:
         # The operator's list decides between them (without one, `read_request` has refused).
@@ -159,8 +179,12 @@ def takes_layer_ids(setter: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(setter)
     def taking(self: Any, layer_ids: list[int] | None = None) -> None:
+        if layer_ids is None:
+            # Upstream 0.5.9 calls it without ids once more; that does not take back what was asked for.
+            layer_ids = getattr(self, "layer_ids_asked", None)
         if isinstance(layer_ids, LayerIds):
             request = layer_ids.request
+            self.layer_ids_asked = layer_ids
         else:
             request = Request(None if layer_ids is None else tuple(layer_ids), "upstream's arguments")
         resolved = resolve(request, self.config.num_hidden_layers)
@@ -170,10 +194,24 @@ def takes_layer_ids(setter: Callable[..., None]) -> Callable[..., None]:
             _outcome.record(PATCH, "not needed", "the last pipeline rank captures")
             return
         self.model.layers_to_capture = sorted(set(resolved.layers))
-        self.model.make_aux_collector = _collector_maker(resolved)
+        if lane.here().captures_at_boundary:
+            self.model.make_aux_collector = _collector_maker(resolved)
+        else:
+            in_loop.set_up(self.model, resolved.layers)
         _record(resolved)
 
     return taking
+
+
+def sets_layers(model_runner: Any) -> bool:
+    """Set the layers of the target before its graphs are captured; True where an EAGLE-3 draft asks for some.
+
+    Upstream 0.5.9 sets the draft's own only after that, so that graphs capture [2, n // 2, n - 3] whatever it says.
+    """
+    if not model_runner.eagle_use_aux_hidden_state:
+        return False
+    model_runner.model.set_eagle3_layers_to_capture(model_runner.eagle_aux_hidden_state_layer_ids)
+    return True
 
 
 def check_captured(target: Any, resolved: Resolved) -> None:

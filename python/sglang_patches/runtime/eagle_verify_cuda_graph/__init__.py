@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from sglang_patches import lane
 from sglang_patches.runtime.eagle_verify_cuda_graph import reasons, slice_policy
 from sglang_patches.runtime.eagle_verify_cuda_graph.counting import contained, passes
 from sglang_patches.runtime.eagle_verify_cuda_graph.coverage import (
@@ -59,7 +60,7 @@ def note_draft_extend(worker: EagleDraftWorker, batch: ForwardBatch, graph: Any)
 
 def _count_verify(target_worker: Any, batch: Any, graph: Any) -> None:
     model_runner = target_worker.model_runner
-    runner = model_runner.decode_cuda_graph_runner
+    runner = lane.here().verify_runner(model_runner)
     if not graph and slice_policy.taken(model_runner, batch):
         return  # counted once `replay_slices` knows how it ran
     _count(Phase.VERIFY, runner, batch, graph, model_runner, None, reasons.declined_verify)
@@ -68,17 +69,19 @@ def _count_verify(target_worker: Any, batch: Any, graph: Any) -> None:
 def _count_draft(worker: Any, batch: Any, graph: Any) -> None:
     if worker.speculative_num_steps <= 1:
         return  # a draft of one step samples from the last draft extend: no forward
-    seed_missing = worker.seed_dsa_topk_from_draft_extend and batch.spec_info.dsa_topk_indices is None
+    seed_missing = lane.here().reuses_dsa_seed(worker) and batch.spec_info.dsa_topk_indices is None
 
     def declined(runner: Any, declined_batch: Any) -> Reason:
         return reasons.declined_draft(runner, declined_batch, seed_missing)
 
-    _count(Phase.DRAFT_DECODE, worker.cuda_graph_runner, batch, graph, worker.draft_runner, worker, declined)
+    draft_runner = lane.here().draft_runner(worker)
+    _count(Phase.DRAFT_DECODE, worker.cuda_graph_runner, batch, graph, draft_runner, worker, declined)
 
 
 def _count_extend(worker: Any, batch: Any, graph: Any) -> None:
     runner = worker.cuda_graph_runner_for_draft_extend
-    _count(Phase.DRAFT_EXTEND, runner, batch, graph, worker.draft_runner, worker, reasons.declined_extend)
+    draft_runner = lane.here().draft_runner(worker)
+    _count(Phase.DRAFT_EXTEND, runner, batch, graph, draft_runner, worker, reasons.declined_extend)
 
 
 def _count(

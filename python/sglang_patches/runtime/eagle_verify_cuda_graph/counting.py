@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from sglang_patches import lane
 from sglang_patches.runtime import _metrics, _outcome
 from sglang_patches.runtime.eagle_verify_cuda_graph.reasons import Path, Phase, Reason
 
@@ -104,10 +105,8 @@ def speaks() -> bool:
 
     True where ranks are not known (yet). Under data-parallel attention each replica speaks: their batches differ.
     """
-    from sglang.srt.runtime_context import get_parallel
-
     try:
-        ranks = get_parallel()
+        ranks = lane.here().runtime_context().get_parallel()
         return bool(ranks.attn_tp_rank == 0 and ranks.attn_cp_rank == 0)
     except Exception:
         return True

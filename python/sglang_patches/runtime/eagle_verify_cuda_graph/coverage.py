@@ -109,7 +109,7 @@ def check_arguments(server_args: Any) -> None:
         return
     if wanted != "require" or config.disaggregation_mode == "prefill":
         return
-    off = Reason.CPU if config.device == "cpu" else reasons.off_reason(server_args._resolved_overrides)
+    off = Reason.CPU if config.device == "cpu" else reasons.off_reason(lane.here().resolutions(server_args))
     if off is not None:
         limit = config.max_running_requests
         phases = [phase for phase in Phase if phase is not Phase.DRAFT_DECODE or config.speculative_num_steps > 1]
@@ -148,11 +148,11 @@ def _decide(model_runner: Any) -> None:
     """
     if _state.decided or model_runner.is_draft_worker:
         return
-    from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
     from sglang.srt.utils.common import get_available_gpu_memory
 
     _state.decided = True
-    spec = get_spec()
+    context = lane.here().runtime_context()
+    spec = context.get_spec()
     if spec.speculative_algorithm not in COUNTED or spec.enable_multi_layer_eagle or mode() == "report":
         return
     if _only_prefills():
@@ -162,11 +162,11 @@ def _decide(model_runner: Any) -> None:
     limit = int(model_runner.req_to_token_pool.size)
     if largest >= limit:
         return
-    plan, moe = Plan(limit), get_exec().moe
+    plan, moe = Plan(limit), context.get_exec().moe
     _state.plan = plan
     for blocked, why in (
         (spec.speculative_adaptive, "adaptive speculation chooses its own sizes"),
-        (model_runner.lora_manager is not None, "LoRA buffers are made for upstream's sizes"),
+        (getattr(model_runner, "lora_manager", None) is not None, "LoRA buffers are made for upstream's sizes"),
         (moe.moe_a2a_backend != "none", f"dispatch buffers of --moe-a2a-backend {moe.moe_a2a_backend}"),
         (lane.here().has_paged_experts(), "paged experts cap the captured sizes"),
     ):
@@ -177,7 +177,7 @@ def _decide(model_runner: Any) -> None:
         model_runner.device,
         model_runner.gpu_id,
         distributed=slice_policy.several_ranks(),
-        cpu_group=get_parallel().world_group.cpu_group,
+        cpu_group=context.get_parallel().world_group.cpu_group,
     )
     target = min(limit, max(MAX_ADDED_SIZE, largest))
     if target < limit:
@@ -185,12 +185,12 @@ def _decide(model_runner: Any) -> None:
     price = functools.partial(
         cost,
         largest=largest,
-        layers=int(model_runner.layer_info.num_effective_layers),
-        tokens=model_runner.decode_num_tokens_per_req(),
+        layers=lane.here().layers_of(model_runner),
+        tokens=lane.here().verify_width(model_runner),
         vocabulary=model_runner.model_config.vocab_size,
     )
     alignment = lane.here().graph_size_alignment(model_runner)
-    every = get_exec().graph.disable_cuda_graph_padding
+    every = context.get_exec().graph.disable_cuda_graph_padding
     growths = GROWTHS[:1] if every else GROWTHS
     choices = [sizes_up_to(largest, target, alignment, every, growth) for growth in growths]
     sizes = affordable(choices, free * 1024 * MEMORY_SHARE, price)
@@ -206,9 +206,7 @@ def _decide(model_runner: Any) -> None:
 
 def _only_prefills() -> bool:
     """Whether this is a prefill node of a disaggregated server, on which no speculative forward is counted."""
-    from sglang.srt.runtime_context import get_disagg
-
-    return bool(get_disagg().disaggregation_mode == "prefill")
+    return bool(lane.here().runtime_context().get_disagg().disaggregation_mode == "prefill")
 
 
 def cover_running_requests(get_sizes: Callable[..., Any]) -> Callable[..., Any]:
@@ -222,7 +220,7 @@ def cover_running_requests(get_sizes: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def capture_added(capture: Callable[..., None]) -> Callable[..., None]:
+def capture_added(capture: Callable[..., Any]) -> Callable[..., Any]:
     """Decorates ``capture_one_shape(self, size, ...)`` of the three runners: measures what an added size costs, and
     does without it where its capture fails (upstream's own sizes fail start-up, as before).
 
@@ -230,22 +228,23 @@ def capture_added(capture: Callable[..., None]) -> Callable[..., None]:
     """
 
     @functools.wraps(capture)
-    def wrapper(self: Any, size: int, *args: Any, **named: Any) -> None:
+    def wrapper(self: Any, size: int, *args: Any, **named: Any) -> Any:
         plan = _state.plan
         if plan is None or size not in plan.added:
-            capture(self, size, *args, **named)
-            return
+            return capture(self, size, *args, **named)
         started, before = time.perf_counter(), contained("measure", _free_mib, self)
         try:
-            capture(self, size, *args, **named)
+            captured = capture(self, size, *args, **named)
         except RuntimeError as error:  # torch's out-of-memory error is one
             if slice_policy.several_ranks():
                 raise
             contained("capture", _do_without, self, size, error)
+            captured = lane.here().no_graph
         after = contained("measure", _free_mib, self)
         plan.seconds += time.perf_counter() - started
         if before is not None and after is not None:
             plan.mib += before - after
+        return captured
 
     return wrapper
 
@@ -266,12 +265,13 @@ def _free_mib(runner: Any) -> float:
 def _runners(worker: Any) -> dict[Phase, tuple[Any, Any]]:
     """By phase that this ``EAGLEWorkerV2`` runs: (graph runner or None, model runner)."""
     target = worker.target_worker.model_runner
-    found = {Phase.VERIFY: (target.decode_cuda_graph_runner, target)}
-    draft = worker.draft_worker
+    found = {Phase.VERIFY: (lane.here().verify_runner(target), target)}
+    draft = lane.here().draft_worker(worker)
     if draft is not None:
+        draft_runner = lane.here().draft_runner(draft)
         if worker.speculative_num_steps > 1:
-            found[Phase.DRAFT_DECODE] = (draft.cuda_graph_runner, draft.draft_runner)
-        found[Phase.DRAFT_EXTEND] = (draft.cuda_graph_runner_for_draft_extend, draft.draft_runner)
+            found[Phase.DRAFT_DECODE] = (draft.cuda_graph_runner, draft_runner)
+        found[Phase.DRAFT_EXTEND] = (draft.cuda_graph_runner_for_draft_extend, draft_runner)
     return found
 
 
@@ -285,7 +285,7 @@ def gaps(worker: Any) -> dict[Phase, list[tuple[int, int | None, Reason]]]:
             if phase is Phase.VERIFY:
                 by_size = [(size, Reason.SLICED if slice_policy.covers(runner, size) else why) for size, why in by_size]
         else:
-            why = reasons.missing(phase, model_runner, worker.draft_worker)
+            why = reasons.missing(phase, model_runner, lane.here().draft_worker(worker))
             by_size = [(size, why) for size in range(1, limit + 1)]
         for reason, group in groupby(by_size, key=lambda entry: entry[1]):
             if reason not in (Reason.CAPTURED, Reason.PADDED, Reason.SLICED):
@@ -337,6 +337,16 @@ def _judge(found: Gaps, plan: Plan, phases: str) -> tuple[_outcome.Result, str]:
     return "not needed" if expected else "failed", without
 
 
+def _forget_failed(worker: Any) -> None:
+    """Take out what `capture_added` gave upstream for a size whose capture failed: it looks up graphs by size."""
+    nothing = lane.here().no_graph
+    if nothing is None:
+        return
+    for runner, _ in _runners(worker).values():
+        for size in [size for size, graph in getattr(runner, "graphs", {}).items() if graph is nothing[0]]:
+            del runner.graphs[size], runner.output_buffers[size]
+
+
 def audit(init_cuda_graphs: Callable[..., None]) -> Callable[..., None]:
     """Decorates ``EAGLEWorkerV2.init_cuda_graphs``, after which all graphs of the worker exist.
 
@@ -349,6 +359,7 @@ def audit(init_cuda_graphs: Callable[..., None]) -> Callable[..., None]:
     def wrapper(self: Any) -> None:
         init_cuda_graphs(self)
         _state.decided = True
+        _forget_failed(self)
         tell_passes(slice_policy.figures)
         if mode() != "report" and not _only_prefills():
             slice_timing.decide(self)

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from sglang_patches import lane
 from sglang_patches.runtime import _metrics, _ranks
 from sglang_patches.runtime.eagle_verify_cuda_graph import counting
 from sglang_patches.runtime.eagle_verify_cuda_graph.counting import PATCH, contained
@@ -138,11 +139,10 @@ def phase_times() -> PhaseTimes:
 
 
 def _clock() -> Clock | None:
-    from sglang.srt.runtime_context import get_device, get_observability
-
-    if not get_observability().enable_metrics or not _ranks.answers():
+    context = lane.here().runtime_context()
+    if not context.get_observability().enable_metrics or not _ranks.answers():
         return None
-    return {"cpu": HostClock, "cuda": DeviceClock}.get(str(get_device().device), lambda: None)()
+    return {"cpu": HostClock, "cuda": DeviceClock}.get(str(context.get_device().device), lambda: None)()
 
 
 def _start(batch: Any) -> Any:

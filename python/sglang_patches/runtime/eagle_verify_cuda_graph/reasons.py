@@ -106,13 +106,6 @@ def off_reason(resolutions: Iterable[tuple[str, Mapping[str, Any]]]) -> Reason |
     return found
 
 
-def _is_off() -> bool:
-    from sglang.srt.model_executor.cuda_graph_config import Backend, check_cuda_graph_backend
-    from sglang.srt.model_executor.cuda_graph_config import Phase as GraphPhase
-
-    return bool(check_cuda_graph_backend(GraphPhase.DECODE, Backend.DISABLED))
-
-
 def missing(phase: Phase, model_runner: Any, draft_worker: Any = None) -> Reason:
     """Why a phase has no graph runner at all.
 
@@ -120,25 +113,22 @@ def missing(phase: Phase, model_runner: Any, draft_worker: Any = None) -> Reason
         model_runner: the ``ModelRunner`` whose forward it is (the target's for verify, else the draft's).
         draft_worker: the ``EagleDraftWorker``; needed for draft extend only.
     """
-    from sglang.srt.environ import envs
-    from sglang.srt.platforms import current_platform
-    from sglang.srt.runtime_context import get_disagg, get_model
-
+    upstream = lane.here()
+    context = upstream.runtime_context()
     if str(model_runner.device) == "cpu":
         return Reason.CPU
-    if _is_off():
-        trail = getattr(model_runner.server_args, "_resolved_overrides", None) or ()
-        return off_reason(trail) or Reason.OFF_OTHER
-    if phase is Phase.VERIFY and get_disagg().disaggregation_mode == "prefill":
+    if upstream.decode_graphs_are_off(model_runner.server_args):
+        return off_reason(upstream.resolutions(model_runner.server_args)) or Reason.OFF_OTHER
+    if phase is Phase.VERIFY and context.get_disagg().disaggregation_mode == "prefill":
         return Reason.OFF_PD_PREFILL
-    if not model_runner.is_generation or get_model().model_impl.lower() == "mindspore":
+    if not model_runner.is_generation or context.get_model().model_impl.lower() == "mindspore":
         return Reason.NO_RUNNER_MODEL
     if phase is Phase.DRAFT_EXTEND:
         if not draft_worker.draft_extend_attn_backend:
             return Reason.EXTEND_NO_BACKEND
-        if envs.SGLANG_DISABLE_DRAFT_EXTEND_CUDA_GRAPH.get():
+        if upstream.no_draft_extend_graphs():
             return Reason.EXTEND_SWITCHED_OFF
-    if current_platform.is_out_of_tree():
+    if upstream.is_out_of_tree_platform():
         return Reason.NO_RUNNER_PLATFORM
     return Reason.EXTEND_ATTENTION_BACKEND if phase is Phase.DRAFT_EXTEND else Reason.OTHER
 
@@ -154,9 +144,7 @@ def for_size(runner: Any, size: int) -> Reason:
 
 def batch_size(runner: Any, batch: Any) -> int:
     """The size by which upstream looks up a graph: the batch's, or the largest of all data-parallel ranks."""
-    if runner.require_mlp_tp_gather:
-        return int(max(batch.original_global_num_tokens_cpu))
-    return int(batch.batch_size)
+    return lane.here().graph_batch_size(runner, batch)
 
 
 def replayed(runner: Any, batch: Any) -> Reason:
@@ -166,15 +154,17 @@ def replayed(runner: Any, batch: Any) -> Reason:
 
 
 def _wrong_width(runner: Any, batch: Any) -> bool:
+    if not lane.here().declines_other_widths:
+        return False
     width = getattr(batch.spec_info, "num_tokens_per_req", 0) or 0
-    return width > 0 and width != runner.captured_req_width
+    return width > 0 and width != lane.here().captured_width(runner)
 
 
 def declined_verify(runner: Any, batch: Any) -> Reason:
     """Why ``DecodeCudaGraphRunner.can_run_graph`` declined a target-verify batch."""
-    if batch.replace_embeds is not None:
+    if getattr(batch, "replace_embeds", None) is not None:
         return Reason.REPLACE_EMBEDS
-    if runner.ragged_verify_mode:
+    if getattr(runner, "ragged_verify_mode", None):
         return Reason.DP_RANK if _dp_declines(runner, batch) else Reason.RAGGED
     if _wrong_width(runner, batch):
         return Reason.WIDTH
@@ -187,7 +177,7 @@ def declined_verify(runner: Any, batch: Any) -> Reason:
         return Reason.ENCODER_LENS
     if runner.enable_two_batch_overlap and not batch.can_run_tbo:
         return Reason.TWO_BATCH_OVERLAP
-    tokens = batch.batch_size * runner.captured_req_width
+    tokens = batch.batch_size * lane.here().captured_width(runner)
     if runner.model_runner.spec_algorithm.is_ngram() and tokens != batch.input_ids.numel():
         return Reason.NGRAM_WIDTH
     return Reason.OTHER

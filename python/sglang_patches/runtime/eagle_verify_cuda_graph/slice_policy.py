@@ -132,7 +132,7 @@ def forbidden(model_runner: Any, runner: Any) -> str:
 
 
 def _in_reach(model_runner: Any, batch: Any) -> bool:
-    runner = model_runner.decode_cuda_graph_runner
+    runner = lane.here().verify_runner(model_runner)
     return (
         batch.forward_mode.is_target_verify()
         and covers(runner, int(batch.batch_size))
@@ -201,7 +201,7 @@ def first_line(error: Exception) -> str:
 
 def run(model_runner: Any, batch: Any) -> Any:
     """`slices.replay` on this server's runner, waiting between slices where its attention backend needs it."""
-    runner = model_runner.decode_cuda_graph_runner
+    runner = lane.here().verify_runner(model_runner)
     waits = type(runner.attn_backend).__name__ in PLANS_ON_HOST
     between = runner.device_module.current_stream().synchronize if waits else None
     return slices.replay(batch, model_runner, runner, between)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from sglang_patches import lane
 from sglang_patches.runtime.eagle_verify_cuda_graph import counting, slice_policy, slices
 from sglang_patches.runtime.eagle_verify_cuda_graph.slice_policy import Decision, Timing
 
@@ -59,7 +60,7 @@ def decide(worker: Any) -> None:
 
 def _decide(worker: Any) -> Decision | None:
     model_runner = worker.target_worker.model_runner
-    runner = model_runner.decode_cuda_graph_runner
+    runner = lane.here().verify_runner(model_runner)
     limit = int(model_runner.req_to_token_pool.size)
     if not hasattr(runner, "capture_bs") or limit <= runner.max_bs:
         return None

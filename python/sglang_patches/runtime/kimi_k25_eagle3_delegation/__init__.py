@@ -9,8 +9,12 @@ what patched lines call.
 from __future__ import annotations
 
 from sglang_patches.draft.refusal import DraftContractError
-from sglang_patches.runtime.kimi_k25_eagle3_delegation.accounting import accounts_for_weights, watches_draft
-from sglang_patches.runtime.kimi_k25_eagle3_delegation.alarm import watches_verify_passes
+from sglang_patches.runtime.kimi_k25_eagle3_delegation.accounting import (
+    accounts_for_weights,
+    watches_draft,
+    watches_runner,
+)
+from sglang_patches.runtime.kimi_k25_eagle3_delegation.alarm import watches_sums, watches_verify_passes
 from sglang_patches.runtime.kimi_k25_eagle3_delegation.startup import check_before_spawn, check_in_worker
 from sglang_patches.runtime.kimi_k25_eagle3_delegation.wrapper import answers_as_target, owner_of_body
 
@@ -22,5 +26,7 @@ __all__ = [
     "check_in_worker",
     "owner_of_body",
     "watches_draft",
+    "watches_runner",
+    "watches_sums",
     "watches_verify_passes",
 ]

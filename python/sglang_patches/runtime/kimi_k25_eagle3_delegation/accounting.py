@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -140,18 +141,35 @@ def watches_draft(load: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(load)
     def told(**kwargs: Any) -> Any:
-        draft = startup.checked()
-        if not kwargs["is_draft_worker"] or draft is None:
+        with _loads_draft(kwargs["is_draft_worker"], kwargs["model_config"]):
             return load(**kwargs)
-        token = _draft_path.set(kwargs["model_config"].model_path)
-        try:
-            loaded = load(**kwargs)
-        finally:
-            _draft_path.reset(token)
-        startup.check_what_was_fetched(draft)
-        return loaded
 
     return told
+
+
+def watches_runner(load: Callable[[Any], None]) -> Callable[[Any], None]:
+    """The same for upstream releases where ``ModelRunner.load_model(self)`` loads by itself."""
+
+    @functools.wraps(load)
+    def told(self: Any) -> None:
+        with _loads_draft(self.is_draft_worker, self.model_config):
+            load(self)
+
+    return told
+
+
+@contextmanager
+def _loads_draft(is_draft_worker: bool, model_config: Any) -> Iterator[None]:
+    draft = startup.checked()
+    if not is_draft_worker or draft is None:
+        yield
+        return
+    token = _draft_path.set(model_config.model_path)
+    try:
+        yield
+    finally:
+        _draft_path.reset(token)
+    startup.check_what_was_fetched(draft)
 
 
 def accounts_for_weights(load: Callable[..., None]) -> Callable[..., None]:

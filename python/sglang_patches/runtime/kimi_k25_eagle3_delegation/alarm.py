@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
+from sglang_patches import lane
 from sglang_patches.draft import shapes
 from sglang_patches.draft.shapes import value
 from sglang_patches.runtime import _metrics, _outcome, _ranks, _verify_pass
@@ -88,18 +90,16 @@ def window() -> AcceptWindow:
 
 
 def _adaptive() -> bool:
-    from sglang.srt.runtime_context import get_spec
-
-    return bool(getattr(get_spec(), "speculative_adaptive", False))
+    return bool(getattr(lane.here().runtime_context().get_spec(), "speculative_adaptive", False))
 
 
-def _seen(reporter: Any, verified: VerifyPass) -> None:
+def _contained(reporter: Any, passes: int, tokens: int) -> None:
     """Watch one verify pass. An error here must not end the scheduler's loop: it is logged once, and nothing is watched
     from then on."""
     if _broken:
         return
     try:
-        _watch(reporter, len(verified.drafts), verified.tokens)
+        _watch(reporter, passes, tokens)
     except Exception as error:
         _broken.append(error)
         startup.logger.exception(
@@ -109,8 +109,25 @@ def _seen(reporter: Any, verified: VerifyPass) -> None:
         )
 
 
+def _seen(reporter: Any, verified: VerifyPass) -> None:
+    _contained(reporter, len(verified.drafts), verified.tokens)
+
+
 # For upstream's ``_resolve_spec_v2_tokens(self, result, batch)``.
 watches_verify_passes = _verify_pass.tells(_seen)
+
+
+def watches_sums(update: Callable[..., None]) -> Callable[..., None]:
+    """Decorate ``update_spec_metrics(self, bs, num_accepted_tokens)``, where upstream (0.5.9) tells of a pass by sums:
+    its requests, and the draft tokens that they accepted together."""
+
+    @functools.wraps(update)
+    def watched(self: Any, bs: int, num_accepted_tokens: int) -> None:
+        update(self, bs, num_accepted_tokens)
+        _contained(self, int(bs), int(bs) + int(num_accepted_tokens))
+
+    return watched
+
 
 # The error that ended watching in this process, if one did.
 _broken: list[Exception] = []
@@ -123,21 +140,19 @@ def _watch(reporter: Any, passes: int, tokens: int) -> None:
         return
     seen = window()
     switched = seen.add(tokens, passes, time.monotonic())
-    if reporter.current_scheduler_metrics_enabled:
+    if lane.here().has_metrics(reporter):
         labels = reporter.metrics_collector.labels
         _metrics.ACCEPT_LENGTH_WINDOW.child(labels).set(seen.mean)
         _metrics.ACCEPT_ALARM.child(labels).set(int(seen.alarmed))
     if switched and seen.alarmed:
-        _outcome.record(startup.PATCH, "failed", explain(seen, told, reporter.scheduler))
+        _outcome.record(startup.PATCH, "failed", explain(seen, told, getattr(reporter, "scheduler", reporter)))
     elif switched:
         told.record(f"the mean accept length is {seen.mean:.2f} again, no longer below {seen.lowest:g}")
 
 
 def explain(seen: AcceptWindow, told: startup.Checked, scheduler: Any) -> str:
     """The alarm: what was measured, what it costs, and the likely causes with the values of this server."""
-    from sglang.srt.runtime_context import get_spec
-
-    pair, spec = told.pair, get_spec()
+    pair, spec = told.pair, lane.here().runtime_context().get_spec()
     ids, key = shapes.layer_ids(pair.draft)
     captured = captured_layers(scheduler)
     vocab = int(value(pair.target, "vocab_size"))

@@ -90,7 +90,6 @@ def make_pair(server_args: Any, target: Any, draft: Any, readable: bool = True) 
     """
     from sglang.srt.environ import envs
     from sglang.srt.utils.common import get_device_sm
-    from sglang.srt.utils.hf_transformers.common import get_context_length
     from sglang.utils import is_in_ci
 
     return Pair(
@@ -100,7 +99,7 @@ def make_pair(server_args: Any, target: Any, draft: Any, readable: bool = True) 
         target=target.hf_text_config,
         checkpoint=headers_of(server_args, draft) if readable else None,
         context_length=int(target.context_len),
-        draft_positions=get_context_length(draft.hf_text_config),
+        draft_positions=lane.here().context_length(draft.hf_text_config),
         longer_allowed=bool(envs.SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN.get() or is_in_ci()),
         served_dtype=str(draft.dtype).removeprefix("torch."),
         # A GPU below sm80 is served in float16, whatever was asked for (`maybe_downgrade_dtype_for_legacy_gpu`).
@@ -166,9 +165,7 @@ def refuse_images_in_context_parallel(server_args: Any, target: Any) -> None:
     """
     if not getattr(server_args, "enable_prefill_cp", False):
         return
-    from sglang.srt.runtime_context import get_parallel
-
-    ranks = get_parallel().attn_cp_size
+    ranks = lane.here().runtime_context().get_parallel().attn_cp_size
     if ranks > 1 and target.is_multimodal and WRAPPER in (target.hf_config.architectures or ()):
         # Not every lane can serve the wrapper without its vision tower.
         has_option = "language_model_only" in lane.here().argument_names()

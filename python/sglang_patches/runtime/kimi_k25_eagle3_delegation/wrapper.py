@@ -1,9 +1,10 @@
 """``KimiK25ForConditionalGeneration`` answers for its language model.
 
-Upstream 0.5.23 delegates embedding, head and layer setters (``models/kimi_k25.py``), but not what context-parallel and
-graph code read of a target: ``capture_aux_hidden_states``, ``pp_group`` and ``logits_processor``
-(``model_executor/runner/eager_runner.py``, ``layers/cp/bcg/bcg.py``). And on an encoder-only node, which has no
-language model, every one of them ends in an error about something else.
+Upstream 0.5.9 delegates nothing, so that EAGLE-3 ends in an AttributeError at start. Upstream 0.5.23 delegates
+embedding, head and layer setters (``models/kimi_k25.py``), but not what context-parallel and graph code read of a
+target: ``capture_aux_hidden_states``, ``pp_group`` and ``logits_processor`` (``model_executor/runner/eager_runner.py``,
+``layers/cp/bcg/bcg.py``). And on an encoder-only node, which has no language model, every one of them ends in an error
+about something else.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, TypeVar
 Model = TypeVar("Model", bound=type)
 
 # Read by context-parallel and graph code; the rest of what a target is asked for is in upstream's class already.
-_ATTRIBUTES = ("capture_aux_hidden_states", "logits_processor", "pp_group")
+_ATTRIBUTES = ("capture_aux_hidden_states", "lm_head", "logits_processor", "pp_group")
 # Upstream's own delegations, in the order of models/kimi_k25.py; `forward`, which no encoder node calls, stays bare.
 _METHODS = (
     "prepare_context_parallel_metadata_for_dcp",
@@ -27,6 +28,8 @@ _METHODS = (
     "get_embed_and_head",
     "set_embed_and_head",
 )
+# What an EAGLE worker asks of its target; upstream's class has them since 0.5.10.
+_ASKED = ("set_eagle3_layers_to_capture", "get_embed_and_head", "set_embed_and_head", "get_input_embeddings")
 _MARK = "_sglang_patches_answers_as_target"
 
 
@@ -53,6 +56,14 @@ def _delegated(name: str) -> property:
     return property(read, write, doc=f"The language model's ``{name}``.")
 
 
+def _handed_on(name: str) -> Callable[..., Any]:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.language_model, name)(*args, **kwargs)
+
+    method.__name__, method.__doc__ = name, f"The language model's ``{name}``."
+    return method
+
+
 def _needs_language_model(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -72,6 +83,9 @@ def answers_as_target(wrapper: Model) -> Model:
     for name in _ATTRIBUTES:
         if not hasattr(wrapper, name):
             setattr(wrapper, name, _delegated(name))
+    for name in _ASKED:
+        if not hasattr(wrapper, name):
+            setattr(wrapper, name, _handed_on(name))
     for name in _METHODS:
         if name in vars(wrapper):
             setattr(wrapper, name, _needs_language_model(vars(wrapper)[name]))
@@ -80,7 +94,7 @@ def answers_as_target(wrapper: Model) -> Model:
 
     def explain(self: Any, name: str) -> Any:
         # Where a property raises AttributeError Python asks __getattr__, and torch's answer would hide the reason.
-        if name in (*_ATTRIBUTES, "lm_head") and self.__dict__.get("language_model", name) is None:
+        if name in _ATTRIBUTES and self.__dict__.get("language_model", name) is None:
             raise _refusal(self, name)
         return lookup(self, name)
 

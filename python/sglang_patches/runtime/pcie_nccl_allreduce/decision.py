@@ -105,7 +105,7 @@ def prepare(cfg: Any, environ: MutableMapping[str, str] = os.environ) -> Decisio
     if not slow:
         _outcome.record(PATCH, "not needed", chosen.why, host=groups[0].describe())
         return None
-    if cfg.use_ray:
+    if getattr(cfg, "use_ray", False):
         _outcome.record(
             PATCH,
             "failed",
