@@ -62,5 +62,6 @@ def test_a_killed_comparison_goes_on_and_ends_in_a_verdict(tmp_path: Path) -> No
     assert [sample.turn for sample in taken] == [turn for turn in range(4) for _prompt in range(3)]
     for sample in taken:
         assert (sample.prompt_tokens, sample.output_tokens, sample.error) == (64, 24, "")
-        assert sample.verify_passes == len(sample.itl) > 0
+        # A busy machine may hand over what two passes gave as one piece.
+        assert 0 < len(sample.itl) <= sample.verify_passes < sample.output_tokens
     assert f"{compared['tokens_per_s']['ratio']:.4g} times the tokens per second" in (out / "README.md").read_text()

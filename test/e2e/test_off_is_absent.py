@@ -113,7 +113,7 @@ def seen(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[dict]]
         reply = httpx.post(f"{server.url}/generate", json=body, timeout=60).raise_for_status().json()
         assert len(reply["output_ids"]) == 4
         deadline = time.monotonic() + 60  # a busy machine may show a process as it was before it had its name
-        while not KINDS <= kinds(found := looks(out, server)) and time.monotonic() < deadline:
+        while not kinds(found := looks(out, server)) >= KINDS and time.monotonic() < deadline:
             time.sleep(0.5)
         yield found
     finally:
