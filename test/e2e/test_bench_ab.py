@@ -63,5 +63,6 @@ def test_a_killed_comparison_goes_on_and_ends_in_a_verdict(tmp_path: Path) -> No
     for sample in taken:
         assert (sample.prompt_tokens, sample.output_tokens, sample.error) == (64, 24, "")
         # A busy machine may hand over what two passes gave as one piece.
+        assert sample.verify_passes is not None
         assert 0 < len(sample.itl) <= sample.verify_passes < sample.output_tokens
     assert f"{compared['tokens_per_s']['ratio']:.4g} times the tokens per second" in (out / "README.md").read_text()
