@@ -20,6 +20,9 @@ import pytest
 import torch
 from drafts import write_draft
 from sglang.srt.layers import communicator
+from sglang.srt.managers import scheduler  # noqa: F401 (the two after it import it in a circle)
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.scheduler_metrics_mixin import SchedulerMetricsMixin
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
 from sglang.srt.models.deepseek_v2 import DeepseekV2DecoderLayer
 from sglang.srt.speculative import eagle_worker, eagle_worker_v2
@@ -29,6 +32,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_patches import lane
 from sglang_patches.runtime import deepseek_v2_embedding_capture as capture
+from sglang_patches.runtime import provenance
 from sglang_patches.runtime.deepseek_v2_embedding_capture import in_loop
 from sglang_patches.runtime.deepseek_v2_embedding_capture.layer_ids import LayerIdError, LayerIds, Request
 from sglang_patches.runtime.eagle_verify_cuda_graph import coverage, reasons
@@ -295,3 +299,19 @@ def test_an_added_size_that_cannot_be_captured_is_done_without() -> None:
 def test_both_workers_are_followed(method: Callable[..., Any]) -> None:
     """With and without ``SGLANG_ENABLE_SPEC_V2``."""
     assert hasattr(method, "__wrapped__")
+
+
+def test_acceptance_is_counted_by_request_and_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through upstream's own methods: two requests of one pass, then a pass that verified none."""
+    monkeypatch.setattr(provenance, "_acceptance", counted := provenance._Acceptance())
+    request: Any = SimpleNamespace(spec_acceptance_histogram=[])
+    reporter: Any = SimpleNamespace(
+        spec_num_accepted_tokens=0, spec_num_forward_ct=0, num_generated_tokens=0, enable_metrics=False
+    )
+    for accepted in (3, 0):
+        Req.update_spec_acceptance_histogram(request, accepted)
+    SchedulerMetricsMixin.update_spec_metrics(reporter, 2, 3)
+    SchedulerMetricsMixin.update_spec_metrics(reporter, 0, 0)
+    assert (counted.passes, counted.tokens) == (2, 5)
+    assert (reporter.spec_num_forward_ct, reporter.spec_num_accepted_tokens) == (2, 5)
+    assert (counted.drafts, counted.steps) == ({3: 1, 0: 1}, {3: 2})
