@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx
 import psutil
+from benchmark.endurance.servers import mapped
 
 from sglang_patches import lane, processes
 from sglang_patches.bench.server import end_with_us
@@ -26,13 +27,8 @@ REPO = Path(__file__).resolve().parents[2]
 # Cold byte-code caches and a busy machine together cost minutes; a hang should still be told from slowness.
 READY_SECONDS = 400.0
 STOP_SECONDS = 90.0
-# For which other tests' files in /dev/shm are borne.
-SHM_SECONDS = 60.0
-
-
-def shared_memory() -> set[str]:
-    """Names of all files in /dev/shm."""
-    return {entry.name for entry in os.scandir("/dev/shm")}
+# Python's resource tracker removes files after the processes that it serves have ended.
+SHM_SECONDS = 10.0
 
 
 def present(tree: Sequence[psutil.Process]) -> list[psutil.Process]:
@@ -57,7 +53,9 @@ class Server:
         # Short: paths of UNIX sockets in it may have 107 bytes.
         self.tmp = Path(tempfile.mkdtemp(prefix="srv", dir="/tmp"))
         self.log_path = Path(tempfile.mkstemp(prefix=f"server-{port}-", suffix=".log")[1])
-        self._shm_before = shared_memory()
+        # Inodes in /dev/shm that its processes have had in memory: other servers and tests make files there too, and
+        # some of these are killed.
+        self._mapped: set[int] = set()
         environ = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(
@@ -91,6 +89,7 @@ class Server:
             try:
                 with urllib.request.urlopen(f"{self.url}{lane.here().ready_path}", timeout=5):
                     self.ready_seconds = time.monotonic() - self.started
+                    self._look(self.tree())
                     return self
             except (urllib.error.URLError, OSError):
                 time.sleep(0.5)
@@ -121,12 +120,17 @@ class Server:
         empty after a clean stop. What remains alive is killed after being reported.
         """
         tree = self.tree()
+        self._look(tree)
         if self.process.poll() is None:
             self.process.send_signal(how)
         return self.leftovers(tree)
 
+    def _look(self, tree: Sequence[psutil.Process]) -> None:
+        self._mapped |= mapped(process.pid for process in tree)
+
     def leftovers(self, tree: Sequence[psutil.Process]) -> list[str]:
         """Wait for the processes in ``tree`` to end and say what remains, see `stop`."""
+        self._look(tree)
         deadline = time.monotonic() + STOP_SECONDS
         while (self.process.poll() is None or present(tree)) and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -137,8 +141,7 @@ class Server:
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", self.port)) == 0:
                 left.append(f"port {self.port} still answers")
-        ours = {f"{process.pid}" for process in tree}
-        left += [f"shared memory /dev/shm/{name}" for name in self._left_in_shared_memory(ours)]
+        left += [f"shared memory {path}" for path in self._left_in_shared_memory()]
         # Empty folders stay: torch makes one in each process and a killed process cannot remove it.
         left += [f"temporary file {path}" for path in sorted(self.tmp.rglob("*")) if not path.is_dir()]
         left += [
@@ -146,41 +149,19 @@ class Server:
         ]
         return left
 
-    def _left_in_shared_memory(self, ours: set[str]) -> list[str]:
-        """New files in /dev/shm that no process but `ours` has open, and that stay: nobody is left to remove them.
-
-        Other servers and tests that run at the same time have theirs open, or remove them soon.
-        """
+    def _left_in_shared_memory(self) -> list[str]:
+        """Files that its processes have had in memory, and that stay: nobody is left to remove them."""
         deadline = time.monotonic() + SHM_SECONDS
         while True:
-            new = sorted(shared_memory() - self._shm_before)
-            left = [name for name in new if not _mapped_by_others(f"/dev/shm/{name}", ours)]
+            left = sorted(entry.path for entry in os.scandir("/dev/shm") if entry.inode() in self._mapped)
             if not left or time.monotonic() > deadline:
                 return left
-            time.sleep(0.5)
+            time.sleep(0.2)
 
     def kill(self, tree: Sequence[psutil.Process] = ()) -> None:
         """End whatever of this server is still alive, without grace."""
         assert not processes.kill([*tree, *self.tree()])
         self.process.wait()
-
-
-def _mapped_by_others(path: str, ours: set[str]) -> bool:
-    """Whether another process maps this file; by inode, since a semaphore is mapped under its temporary name."""
-    try:
-        inode = str(os.stat(path).st_ino)
-    except FileNotFoundError:
-        return True
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        if maps.parent.name in ours:
-            continue
-        try:
-            fields = [line.split(maxsplit=5) for line in maps.read_text().splitlines()]
-        except OSError:
-            continue
-        if any(len(field) == 6 and field[4] == inode and field[5].startswith("/dev/shm/") for field in fields):
-            return True
-    return False
 
 
 def serve_command(port: int, model: Path, draft: Path | None, arguments: Sequence[str] = ()) -> list[str]:
