@@ -60,7 +60,7 @@ def test_offline_says_so_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.
         wheels.fetch("0.5.23", said.append, tmp_path)
     assert said == ["sglang 0.5.23: fetching the wheel from the package index ..."]
     message = str(caught.value)
-    assert message.startswith("cannot fetch the wheel of sglang 0.5.23\n  command    -m pip download --no-deps ")
+    assert message.startswith("cannot fetch the wheel of sglang 0.5.23\n  command    -P -m pip download --no-deps ")
     assert "Connection refused" in message
     assert f"offline, copy the wheel to {wheels.folder()}" in message
     assert list(tmp_path.iterdir()) == []
