@@ -42,7 +42,10 @@ def settle(environ: dict[str, str]) -> list[str]:
         f"{VARIABLE}={selected or '(the defaults)'}: {len(missing)} of {len(overlay.by_path)} patched files are not "
         f"among those in {chosen}, which cannot be written to"
     )
-    problem = distrusted(instead) or (None if _writable(instead) else f"{instead} cannot be written to")
+    try:
+        problem = distrusted(instead) or (None if _writable(instead) else f"{instead} cannot be written to")
+    except OSError as error:  # a home folder that this user may not look into; the processes can do without it
+        problem = str(error)
     if problem:
         return [
             f"{said}; and {problem}: each process keeps them in a temporary folder of its own, if it can; set "

@@ -19,7 +19,7 @@ import torch  # isort: skip
 
 from sglang_patches.runtime import _outcome
 from sglang_patches.runtime import mla_verify_split_kv as patch
-from sglang_patches.runtime.mla_verify_split_kv import gate, launch
+from sglang_patches.runtime.mla_verify_split_kv import check, gate, launch
 
 # Each: lengths of the cached contexts, draft tokens, heads, DV, PE, multiprocessors, splits (None: as it follows).
 SHAPES: dict[str, tuple[list[int], int, int, int, int, int, int | None]] = {
@@ -131,6 +131,13 @@ def kernels() -> dict[Any, Any]:
     given = problem("one long among short")
     scales = {"k_scale": 0.5, "v_scale": 3.0}
     found["scaled cache"] = {"split": call(given, 4, **scales), "reference": reference(given, **scales)}
+    found["check"] = {}
+    for dtype, cache in ((torch.float32, torch.float32), (torch.float16, torch.float16), (torch.float16, gate.FP8[0])):
+        for tile in (launch.ROWS_16, launch.ROWS_32):
+            run = launch.SplitVerify(2, 4, 8, 32, cores=4, device="cpu", tile=tile)
+            found["check"][f"{cache} {tile.block_m}"] = check.difference(
+                run, tokens=4, heads=8, width=32, rope=16, dtype=dtype, cache_dtype=cache
+            )
     # bfloat16 is left to a GPU: the interpreter's tl.dot gives 1e10 for two tiles of it.
     for dtype in (torch.float16, torch.float8_e4m3fn):
         given = problem("one long among short", torch.float16)

@@ -135,3 +135,19 @@ def test_a_running_server_sees_sigterm_at_once() -> None:
         return loop.time() - began
 
     assert 0.1 <= asyncio.run(told()) < 3
+
+
+def test_nothing_keeps_a_launching_process_from_ending_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that outlives its children holds the port and serves nothing."""
+    from sglang_patches.runtime import clean_stop
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(clean_stop.os, "unlink", broken)
+    monkeypatch.setattr(clean_stop, "_owned", {os.getpid(): ["/tmp/a-socket"]})
+    clean_stop.before_own_kill([])
+    assert clean_stop._owned == {}
+    monkeypatch.setattr(clean_stop, "_owned", {os.getpid(): []})
+    monkeypatch.setattr(clean_stop.psutil, "wait_procs", broken)
+    clean_stop.before_own_kill([])

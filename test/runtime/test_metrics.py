@@ -103,6 +103,9 @@ def test_counts_are_carried_over_once_and_zero_makes_a_series() -> None:
     for counts in ([(("1",), 3), (("2",), 0)], [(("1",), 3), (("2",), 0)], [(("1",), 5), (("2",), 0)]):
         exported.export(counts, LABELS)
     assert values(_metrics.ACCEPTED.name, "position") == {"1": 5.0, "2": 0.0}
+    exported.export([(("1",), 2)], LABELS)  # it went back, so it began anew
+    exported.export([(("1",), 4)], LABELS)
+    assert values(_metrics.ACCEPTED.name, "position") == {"1": 9.0, "2": 0.0}
 
 
 def test_an_error_of_a_patch_does_not_reach_upstreams_loop(caplog: pytest.LogCaptureFixture) -> None:

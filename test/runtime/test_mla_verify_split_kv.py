@@ -6,6 +6,7 @@ are not here. Speed, and bfloat16 in the interpreter, need a GPU.
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -68,6 +69,46 @@ def test_kernels_give_float32_attention(kernels: Any, name: str) -> None:
     split, reference = kernels[name]["split"], kernels[name]["reference"]
     assert reference.abs().max() > 0.3
     assert (split - reference).abs().max() < 3e-6
+
+
+def test_what_start_up_tries_is_right(kernels: Any) -> None:
+    assert len(kernels["check"]) == 6
+    assert all(worst < (1e-5 if "float32" in what else 5e-3) for what, worst in kernels["check"].items())
+
+
+class Writes:
+    """In place of `launch.SplitVerify`: the same number everywhere, or an error."""
+
+    def __init__(self, requests: int, number: float, error: Exception | None = None) -> None:
+        self.requests, self.number, self.error, self.ran = requests, number, error, 0
+        self.workspace = torch.empty(0)
+
+    def fits(self, batch: int, rows: int, width: int) -> bool:
+        return batch <= self.requests
+
+    def __call__(self, q: Any, k_extend: Any, out: torch.Tensor, *tensors: Any, **options: Any) -> None:
+        self.ran += 1
+        if self.error is not None:
+            raise self.error
+        out.fill_(self.number)
+
+
+@pytest.mark.parametrize(
+    ("run", "told"),
+    [
+        (Writes(2, 0.0), "on this GPU they are up to"),
+        (Writes(1, 0.0), "on this GPU they are up to"),
+        (Writes(2, math.nan), "on this GPU they are up to nan"),
+        (Writes(2, 0.0, RuntimeError("no PTX for sm_999")), "RuntimeError: no PTX for sm_999"),
+        (Writes(0, 0.0), ""),  # no batch fits, so none is split
+    ],
+)
+def test_kernels_that_are_wrong_here_are_not_used(run: Writes, told: str) -> None:
+    seen = replace(KIMI_ON_H200, width=64, rope=16)
+    wrong = patch._wrong(run, 8, seen)
+    assert wrong.startswith(told)
+    assert bool(wrong) == bool(told)
+    assert run.ran == bool(run.requests)
 
 
 @pytest.mark.parametrize(("dtype", "error"), [("torch.float16", 2e-3), ("torch.float8_e4m3fn", 2e-3)])
@@ -293,6 +334,7 @@ def adaptive(*tokens: int) -> list[Runner]:
 def test_backends_of_a_server_that_adapts_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """With 3 steps at first, then 0, which verifies nothing, and 1."""
     monkeypatch.setattr(gate, "capability", lambda model_runner: (9, 0))
+    monkeypatch.setattr(patch.check, "difference", lambda run, **sizes: 0.0)
     backends = adaptive(4, 1, 2)
     assert [backend.use_verify_shared_kv for backend in backends] == [True, False, True]
     told = _outcome.outcomes()[patch.PATCH]
@@ -367,6 +409,9 @@ def test_tiles_follow_from_rows_and_shared_memory() -> None:
     assert tiles["SM 90"] == [small, middle, large, large]
     assert launch.tiles(64, 0) is small
     assert launch.shared_memory("cpu") == launch.LEAST_SHARED_MEMORY
+    # A multiprocessor of SM 86, 89 and 120 has 100 KiB, of SM 80 164, of SM 90 228.
+    assert [launch.fitted(small, kib * 1024).resident for kib in (100, 164, 228)] == [1, 2, 2]
+    assert launch.fitted(large, 164 * 1024).resident == 1
 
 
 def test_a_batch_beyond_the_workspace_is_refused() -> None:
@@ -387,6 +432,17 @@ def test_settings(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(patch.SPLITS_VARIABLE, wrong)
         with pytest.raises(ValueError, match=rf"SGLANG_PATCHES_MLA_VERIFY_SPLITS='{wrong}' is no whole number from 1"):
             patch.split_override()
-    monkeypatch.setenv(patch.VARIABLE, "on")
-    with pytest.raises(ValueError, match="SGLANG_PATCHES_MLA_VERIFY='on' is not known; it can be auto, off"):
+    monkeypatch.setenv(patch.VARIABLE, "yes")
+    with pytest.raises(ValueError, match="SGLANG_PATCHES_MLA_VERIFY='yes' is not known; it can be auto, on, off"):
         patch.mode()
+
+
+def test_a_server_whose_kernels_are_wrong_verifies_as_upstream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "capability", lambda model_runner: (8, 6))
+    monkeypatch.setattr(patch.check, "difference", lambda run, **sizes: 0.3)
+    monkeypatch.setattr(patch, "backends", patch.Backends())
+    (backend,) = adaptive(3)
+    assert (backend.use_verify_shared_kv, backend.verify_shared_kv_fwd) == (False, None)
+    told = _outcome.outcomes()[patch.PATCH]
+    assert told["result"] == "failed"
+    assert told["detail"].startswith("on this GPU they are up to 0.3 from attention in float32")

@@ -14,7 +14,7 @@ from prometheus_client import generate_latest
 from ranks import free_port
 
 from sglang_patches.provenance import code_state
-from sglang_patches.runtime import _outcome, provenance
+from sglang_patches.runtime import _outcome, _verify_pass, provenance
 from sglang_patches.runtime._verify_pass import VerifyPass
 
 MINE = code_state()["id"]
@@ -180,3 +180,17 @@ def test_a_rank_that_differs_or_is_silent_is_named_by_the_others(behaviour: str,
         assert "rank 1 has" in errors
         assert f"rank {rank} has" in errors
         assert f"rank {2 - rank} has" not in errors
+
+
+def test_a_pass_that_cannot_be_read_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """Another algorithm's result may have another shape."""
+    told: list[VerifyPass] = []
+    tell = _verify_pass.tells(lambda reporter, seen: told.append(seen))
+    batch = SimpleNamespace(reqs=[SimpleNamespace(spec_verify_ct=0)])
+    scheduler = SimpleNamespace(metrics_reporter=None)
+    for _ in range(2):
+        assert tell(lambda self, result, batch: ["tokens"])(scheduler, SimpleNamespace(), batch) == ["tokens"]
+    assert told == []
+    assert [record.message for record in caplog.records] == [
+        "sglang-patches: a verify pass cannot be counted; answers do not depend on it"
+    ]

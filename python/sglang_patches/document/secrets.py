@@ -30,6 +30,7 @@ _COUNTED = frozenset(("tokens", "keys", "token"))
 # Upstream's arguments that have such a word, a value that is no count, and no secret.
 _HARMLESS = frozenset((
     "speculative_token_map", "bucket_time_to_first_token", "prompt_tokens_buckets", "generation_tokens_buckets",
+    "sglang_patches_oea_tokens",
 ))  # fmt: skip
 _COUNT = re.compile(r"-?\d{1,9}(\.\d{1,9})?|true|false|none|null|", re.IGNORECASE)
 

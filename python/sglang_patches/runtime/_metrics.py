@@ -95,7 +95,8 @@ class Exported:
             upstreams: labels of upstream's metrics collector.
         """
         for key, count in counts:
-            new = count - self._told[key]
+            # A count that went back began anew.
+            new = count - self._told[key] if count >= self._told[key] else count
             if new or key not in self._told:
                 self.metric.child(upstreams, **dict(zip(self.metric.labels, key, strict=True))).inc(new)
                 self._told[key] = count

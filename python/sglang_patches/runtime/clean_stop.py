@@ -69,13 +69,15 @@ def before_own_kill(killed: Sequence[psutil.Process]) -> None:
     """
     if os.getpid() not in _owned:
         return
-    psutil.wait_procs(killed, timeout=_CHILDREN_END_SECONDS)
-    _remove()
-    from sglang.srt.utils import common
+    # Whatever goes wrong: a launching process that outlives its children would hold the port and serve nothing.
+    with contextlib.suppress(Exception):
+        psutil.wait_procs(killed, timeout=_CHILDREN_END_SECONDS)
+        _remove()
+    with contextlib.suppress(Exception):
+        from sglang.srt.utils import common
 
-    # Upstream's own folder, made where metrics are on.
-    if folder := getattr(common, "prometheus_multiproc_dir", None):
-        with contextlib.suppress(OSError):
+        # Upstream's own folder, made where metrics are on.
+        if folder := getattr(common, "prometheus_multiproc_dir", None):
             folder.cleanup()
 
 
@@ -86,7 +88,7 @@ def _shared_memory_names(files: Sequence[str]) -> list[str]:
 def _remove() -> None:
     files = _owned.pop(os.getpid(), [])  # a fork, which inherits exit handlers, has none
     for file in files:
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):
             os.unlink(file)
     for name in _shared_memory_names(files):
         resource_tracker.unregister(name, "shared_memory")

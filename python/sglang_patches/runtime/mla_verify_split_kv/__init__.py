@@ -2,11 +2,11 @@
 
 Upstream's triton backend verifies with the kernel made for prefill, in which one program walks the whole context. It
 has a hook for kernels that split it (``use_verify_shared_kv``, ``verify_shared_kv_fwd``), for AMD's gfx95 only. This
-fills the hook: `gate` says where, `launch` and `kernels` do it. Whatever they cannot do goes on to upstream's extend
-kernel, counted by reason.
+fills the hook: `gate` says where, `launch` and `kernels` do it, and `check` tries them at start. Whatever they cannot
+do goes on to upstream's extend kernel, counted by reason.
 
-``SGLANG_PATCHES_MLA_VERIFY``: ``auto`` (default) or ``off``. ``SGLANG_PATCHES_MLA_VERIFY_SPLITS``: into how many parts
-a request is cut at most, in place of the number that follows from batch and GPU.
+``SGLANG_PATCHES_MLA_VERIFY``: ``auto`` (default, as ``on``) or ``off``. ``SGLANG_PATCHES_MLA_VERIFY_SPLITS``: into how
+many parts a request is cut at most, in place of the number that follows from batch and GPU.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
-from sglang_patches.runtime.mla_verify_split_kv import gate
+from sglang_patches.runtime.mla_verify_split_kv import check, gate
 from sglang_patches.runtime.mla_verify_split_kv.telling import PATCH, Backends
 
 __all__ = ["fills_verify_hook"]
 
-VARIABLE, MODES = "SGLANG_PATCHES_MLA_VERIFY", ("auto", "off")
+VARIABLE, MODES = "SGLANG_PATCHES_MLA_VERIFY", ("auto", "on", "off")
 SPLITS_VARIABLE, SPLITS_MOST = "SGLANG_PATCHES_MLA_VERIFY_SPLITS", 512
 
 backends = Backends()
@@ -75,14 +75,14 @@ def fills_verify_hook(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def _fill(backend: Any, model_runner: Any) -> None:
-    wanted, override = mode(), split_override()
     seen = gate.facts(backend, model_runner)
-    if wanted == "off":
-        backends.record(seen.tokens, "not needed", f"{VARIABLE}=off", reason="off")
-        return
     refused = gate.server_reason(seen)
     if refused is not None:
         backends.record(seen.tokens, "not needed", refused[1], reason=refused[0])
+        return
+    wanted, override = mode(), split_override()
+    if wanted == "off":
+        backends.record(seen.tokens, "not needed", f"{VARIABLE}=off", reason="off")
         return
     from sglang_patches.runtime.mla_verify_split_kv.launch import SplitVerify
 
@@ -99,6 +99,10 @@ def _fill(backend: Any, model_runner: Any) -> None:
     except torch.OutOfMemoryError as error:
         backends.record(seen.tokens, "failed", f"no memory for its workspace: {error}", reason="memory")
         return
+    if wrong := _wrong(run, backend.num_head, seen):
+        logger.error("sglang-patches: %s: verify stays with upstream's extend kernel: %s", PATCH, wrong)
+        backends.record(seen.tokens, "failed", wrong, reason="failed")
+        return
     backend.use_verify_shared_kv = True
     backend.verify_shared_kv_fwd = torch.compiler.disable(Hook(run, seen.tokens).__call__)
     tile, launched = run.plan(1, seen.tokens * backend.num_head, seen.width)
@@ -111,6 +115,25 @@ def _fill(backend: Any, model_runner: Any) -> None:
         splits_launched_at_batch_1=launched,
         workspace_mib=round(run.workspace.numel() * 4 / 2**20, 1),
     )
+
+
+def _wrong(run: Any, heads: int, seen: gate.Facts) -> str:
+    """What is wrong with the kernels on this GPU, in words; empty where nothing is."""
+    try:
+        worst = check.difference(
+            run,
+            tokens=seen.tokens,
+            heads=heads,
+            width=seen.width,
+            rope=seen.rope,
+            dtype=seen.compute,
+            cache_dtype=seen.cache,
+        )
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    if worst <= check.WORST:
+        return ""
+    return f"on this GPU they are up to {worst:g} from attention in float32; at most {check.WORST} is rounding"
 
 
 class Hook:

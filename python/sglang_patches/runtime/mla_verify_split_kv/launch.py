@@ -7,7 +7,7 @@ of programs for every length, and those that have no chunk end at once.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ class Tiles:
     Attributes:
         block_m, block_n: powers of 2, 16 or more.
         stages: of triton's software pipeline.
-        resident: programs that run at once on a multiprocessor with 160 KiB of shared memory or more.
+        resident: programs that run at once on a multiprocessor, if its shared memory has room for them (`room`).
         memory: bytes of shared memory of a block.
     """
 
@@ -59,6 +59,18 @@ def shared_memory(device: torch.device | str) -> int:
         return LEAST_SHARED_MEMORY
     properties: Any = torch.cuda.get_device_properties(device)  # torch's stubs know less of it
     return int(properties.shared_memory_per_block_optin)
+
+
+def room(device: torch.device | str) -> int:
+    """Bytes of shared memory of a multiprocessor; of an H200 where ``device`` is no GPU."""
+    if torch.device(device).type != "cuda":
+        return 233_472
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor)
+
+
+def fitted(tile: Tiles, memory: int) -> Tiles:
+    """The same with no more resident programs than ``memory`` bytes hold; CUDA itself takes 1 KiB of each."""
+    return replace(tile, resident=max(1, min(tile.resident, memory // (tile.memory + 1024))))
 
 
 def tiles(rows: int, memory: int = LEAST_SHARED_MEMORY) -> Tiles:
@@ -114,6 +126,7 @@ class SplitVerify:
         tile: Tiles | None = None,
     ) -> None:
         self.cores, self.override, self.tile, self.memory = cores, override, tile, shared_memory(device)
+        self.room = room(device)
         needs = [self.numbers(batch, max_tokens * heads, width) for batch in range(1, max_batch + 1)]
         # Allocated now and kept: a captured graph must find it at the same place.
         size = max((need for need in needs if need * 4 <= WORKSPACE_LIMIT), default=0)
@@ -121,7 +134,7 @@ class SplitVerify:
 
     def plan(self, batch: int, rows: int, width: int) -> tuple[Tiles, int]:
         """Tiles and splits of a batch."""
-        tile = self.tile or tiles(rows, self.memory)
+        tile = fitted(self.tile or tiles(rows, self.memory), self.room)
         return tile, splits(batch, rows, width, tile, self.cores, self.override)
 
     def numbers(self, batch: int, rows: int, width: int) -> int:
