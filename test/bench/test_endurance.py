@@ -7,6 +7,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -295,6 +296,7 @@ def test_half_written_files_are_seen(tmp_path: Path) -> None:
     assert len(scenarios.half_written(tmp_path)) == 2
 
 
+@pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="needs a C compiler, as the fault does")
 def test_the_wall_clock_of_a_process_jumps_and_no_other(tmp_path: Path) -> None:
     """And what waits does not wait longer: `time.sleep`, conditions, and semaphores, which wait until a time of day."""
     code = """
