@@ -36,6 +36,20 @@ _MADE = "upstream's arguments, contexts or runners are made as 0.5.23 makes them
 _STAND_IN = "the stand-in for sgl_kernel has the names that 0.5.23 imports, not those of this release alone"
 _LANE_0_5_9 = "upstream's classes have other names and shapes there: runtime/test_lane_0_5_9.py has what holds"
 
+# What the newest lane alone has.
+_NEWER = {
+    "runtime/test_eagle_verify_cuda_graph_slice_policy.py": _NO_SLICES,
+    "runtime/test_eagle_verify_cuda_graph_slices.py": _NO_SLICES,
+    f"{_PCIE}test_a_pcie_host_gets_a_built_in_before_workers_start": _NO_GRAPHS_ONLY,
+    f"{_PCIE}test_where_upstream_calls_the_communicator_outside_of_graphs_it_is_left_alone": _NO_GRAPHS_ONLY,
+    f"{_PCIE}test_the_communicator_for_graphs_alone_is_told_and_counted_on_every_rank": _NO_GRAPHS_ONLY,
+    f"{_PCIE}test_a_communicator_that_was_decided_and_not_made_is_told": _NO_GRAPHS_ONLY,
+    f"{_PCIE}test_a_tuned_profile_turns_pcie_ipc_on_up_to_its_crossover": _NO_IPC,
+    f"{_PCIE}test_pcie_ipc_that_comes_late_on_one_rank_is_used_by_none": _NO_IPC,
+    f"{_PCIE}test_pcie_ipc_is_on_all_ranks_or_on_none": _NO_IPC,
+    f"{_PCIE}test_a_workspace_that_one_rank_cannot_build_is_used_by_none": _NO_IPC,
+}
+
 # By lane: file, file::test, or file::test[case], below test/ -> why it does not hold there. A test of a patch that the
 # lane has not needs no entry.
 NOT_HERE: Mapping[str, Mapping[str, str]] = {
@@ -45,16 +59,7 @@ NOT_HERE: Mapping[str, Mapping[str, str]] = {
         "runtime/test_eagle_verify_cuda_graph.py::test_the_hooks_named_here_are_upstreams": _NO_TRAIL,
         "runtime/test_eagle_verify_cuda_graph.py::test_switched_off_graphs_are_told_by_the_resolution": _NO_TRAIL,
         "runtime/test_eagle_verify_cuda_graph_coverage.py::test_require_names_what_switched_graphs_off": _NO_TRAIL,
-        "runtime/test_eagle_verify_cuda_graph_slice_policy.py": _NO_SLICES,
-        "runtime/test_eagle_verify_cuda_graph_slices.py": _NO_SLICES,
-        f"{_PCIE}test_a_pcie_host_gets_a_built_in_before_workers_start": _NO_GRAPHS_ONLY,
-        f"{_PCIE}test_where_upstream_calls_the_communicator_outside_of_graphs_it_is_left_alone": _NO_GRAPHS_ONLY,
-        f"{_PCIE}test_the_communicator_for_graphs_alone_is_told_and_counted_on_every_rank": _NO_GRAPHS_ONLY,
-        f"{_PCIE}test_a_communicator_that_was_decided_and_not_made_is_told": _NO_GRAPHS_ONLY,
-        f"{_PCIE}test_a_tuned_profile_turns_pcie_ipc_on_up_to_its_crossover": _NO_IPC,
-        f"{_PCIE}test_pcie_ipc_that_comes_late_on_one_rank_is_used_by_none": _NO_IPC,
-        f"{_PCIE}test_pcie_ipc_is_on_all_ranks_or_on_none": _NO_IPC,
-        f"{_PCIE}test_a_workspace_that_one_rank_cannot_build_is_used_by_none": _NO_IPC,
+        **_NEWER,
         f"{_STATES}test_no_rank_captures_a_partial_sum_where_all_reduce_is_fused": _NO_STREAM,
         f"{_STATES}test_ranks_find_out_whether_they_captured_parts_of_sums": _NO_STREAM,
         "sgl_kernel/test_upstream_kernels.py::test_equal_to_upstreams_kernels": _NAMES,
@@ -72,17 +77,8 @@ NOT_HERE: Mapping[str, Mapping[str, str]] = {
         f"{_STATES}test_ranks_find_out_whether_they_captured_parts_of_sums": _LANE_0_5_9,
         "runtime/test_eagle_verify_cuda_graph.py": _LANE_0_5_9,
         "runtime/test_eagle_verify_cuda_graph_coverage.py": _LANE_0_5_9,
-        "runtime/test_eagle_verify_cuda_graph_slice_policy.py": _NO_SLICES,
-        "runtime/test_eagle_verify_cuda_graph_slices.py": _NO_SLICES,
+        **_NEWER,
         "runtime/test_pcie_nccl_allreduce_guard.py": _NO_GRAPHS_ONLY,
-        f"{_PCIE}test_a_pcie_host_gets_a_built_in_before_workers_start": _NO_GRAPHS_ONLY,
-        f"{_PCIE}test_where_upstream_calls_the_communicator_outside_of_graphs_it_is_left_alone": _NO_GRAPHS_ONLY,
-        f"{_PCIE}test_the_communicator_for_graphs_alone_is_told_and_counted_on_every_rank": _NO_GRAPHS_ONLY,
-        f"{_PCIE}test_a_communicator_that_was_decided_and_not_made_is_told": _NO_GRAPHS_ONLY,
-        f"{_PCIE}test_a_tuned_profile_turns_pcie_ipc_on_up_to_its_crossover": _NO_IPC,
-        f"{_PCIE}test_pcie_ipc_that_comes_late_on_one_rank_is_used_by_none": _NO_IPC,
-        f"{_PCIE}test_pcie_ipc_is_on_all_ranks_or_on_none": _NO_IPC,
-        f"{_PCIE}test_a_workspace_that_one_rank_cannot_build_is_used_by_none": _NO_IPC,
         "runtime/test_kimi_k25_eagle3_delegation.py::test_images_with_context_parallel_prefill_are_refused": _MADE,
         "runtime/test_kimi_k25_eagle3_delegation.py::test_a_draft_served_in_another_dtype_is_refused": (
             "this release takes the test's target for float16 too, so that the two do not differ"

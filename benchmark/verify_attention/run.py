@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from sglang_patches import provenance
+from sglang_patches.runtime.mla_verify_split_kv import check
 from sglang_patches.runtime.mla_verify_split_kv.launch import (
     ROWS_16,
     ROWS_32,
@@ -83,16 +84,10 @@ class Problem:
 
     def reference(self) -> torch.Tensor:
         """(batch * tokens, HEADS, width), float32."""
-        out = []
-        for request in range(self.batch):
-            own = slice(request * self.tokens, (request + 1) * self.tokens)
-            cached = self.cache[self.indices[request * self.context : (request + 1) * self.context], 0]
-            keys = torch.cat([cached, self.extend[own, 0]]).float()
-            scores = torch.einsum("thd,nd->htn", self.q[own].float(), keys) * self.scale
-            visible = torch.ones(self.tokens, len(keys), dtype=torch.bool, device=keys.device).tril(self.context)
-            weights = scores.masked_fill(~visible, -math.inf).softmax(-1)
-            out.append(torch.einsum("htn,nd->thd", weights, keys[:, : self.width]))
-        return torch.cat(out)
+        begins = [request * self.context for request in range(self.batch + 1)]
+        return check.attention(
+            self.q, self.extend, self.cache, self.indices, begins, width=self.width, scale=self.scale
+        )
 
     def upstreams(self, function: Callable[..., Any]) -> Kernel:
         """Upstream's ``extend_attention_fwd`` or ``verify_shared_kv_fwd``, called as its triton backend does."""
