@@ -10,22 +10,6 @@ from typing import Any
 SETS, REPLAYS = 8, 25
 
 
-def scatter(model: Any) -> None:
-    """Let tokens choose experts by themselves: dummy routers send all to those with the largest bias.
-
-    Routers are drawn from a normal distribution, by layer the same in every process, and have no bias. In place, so
-    that captured graphs see it.
-    """
-    import torch
-    from sglang.srt.models.deepseek_v2 import MoEGate
-
-    for number, gate in enumerate(module for module in model.modules() if isinstance(module, MoEGate)):
-        drawn = torch.randn(gate.weight.shape, generator=torch.Generator().manual_seed(number))
-        gate.weight.data.copy_(drawn)
-        if gate.e_score_correction_bias is not None:
-            gate.e_score_correction_bias.data.zero_()
-
-
 def measure(scheduler: Any, requests: int) -> dict[str, Any]:
     """Verifies of so many requests behind 1024 committed tokens each.
 
@@ -39,6 +23,7 @@ def measure(scheduler: Any, requests: int) -> dict[str, Any]:
     from sglang.srt.layers.moe.topk import TopK
     from sglang.srt.managers.overlap_utils import decide_needs_cpu_seq_lens
 
+    from sglang_patches.bench import routers
     from sglang_patches.runtime.eagle_verify_cuda_graph import slice_timing
 
     model_runner = scheduler.tp_worker.model_runner
@@ -54,7 +39,7 @@ def measure(scheduler: Any, requests: int) -> dict[str, Any]:
         batch.input_ids.copy_(drawn)
         return batch
 
-    scatter(model_runner.model)
+    routers.draw(model_runner.model)
     told: dict[str, Any] = {"tokens": requests * width, "ms": [], "experts": []}
     seen: list[int] = []
     layers = [module for module in model_runner.model.modules() if isinstance(module, TopK)]

@@ -277,6 +277,9 @@ def test_a_folder_of_other_code_is_not_continued(tmp_path: Path) -> None:
     with pytest.raises(PatchError, match="another server arguments"):
         command._check_same(of, chosen, [4])
     command._check_same(of, chosen, [2])  # that engine is not asked for
+    of[0] |= {"arguments": chosen.shown(4), "share": "12 layers, bf16, dummy routers"}
+    with pytest.raises(PatchError, match="another model .*\n +there +12 layers, bf16, dummy routers\n +now +a folder"):
+        command._check_same(of, chosen, [2])
 
 
 def test_what_cannot_be_served_here_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,6 +293,13 @@ def test_what_cannot_be_served_here_starts_nothing(tmp_path: Path, monkeypatch: 
         with pytest.raises(PatchError, match=re.escape(said)):
             command.verify_step(out, model=model, draft=draft)
     assert not out.exists()
+
+
+@pytest.mark.parametrize(("option", "word"), [("weights", "fp4"), ("routers", "trained")])
+def test_an_unknown_share_is_refused_before_a_folder_is_made(tmp_path: Path, option: str, word: str) -> None:
+    with pytest.raises(PatchError, match=f"--{option} '{word}'\n +expected"):
+        command.verify_step(tmp_path / "result", **{option: word})
+    assert not (tmp_path / "result").exists()
 
 
 @pytest.mark.parametrize("text", ["1,x", "0", "-3", "1.5"])

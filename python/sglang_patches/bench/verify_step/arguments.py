@@ -27,6 +27,7 @@ class Chosen:
     grid: Grid
     captured: int = 0
     attention_backend: str = ""
+    share: str = "a folder"  # or which share of Kimi-K2.5, in words
     extra: list[str] = field(default_factory=list)
     command: list[str] = field(default_factory=list)  # as typed, secrets masked
 

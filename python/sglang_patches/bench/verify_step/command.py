@@ -44,6 +44,9 @@ def verify_step(
     captured: Annotated[int, typer.Option(help="Largest batch that upstream captures; 0: the sizes measured.")] = 0,
     model: Annotated[str, typer.Option(help="Folder of the target; default: a rank's share of Kimi-K2.5.")] = "",
     draft: Annotated[str, typer.Option(help="Folder of its EAGLE-3 draft.")] = "",
+    layers: Annotated[int, typer.Option(min=6, help=f"Of the share, of {shard.WHOLE}.")] = shard.LAYERS,
+    weights: Annotated[str, typer.Option(help="Of its experts: bf16, or int4 as published.")] = "bf16",
+    routers: Annotated[str, typer.Option(help="Of the share: drawn (tokens choose apart) or dummy.")] = "drawn",
     attention_backend: Annotated[str, typer.Option(help="Of the target; torch_native on a CPU.")] = "",
     merge: Annotated[list[Path] | None, typer.Option(help="Add a folder's records, and measure nothing.")] = None,
     server: Annotated[list[str] | None, typer.Argument(metavar="[-- SERVER ARGS]", help="More, and they win.")] = None,
@@ -58,6 +61,8 @@ def verify_step(
     On two GPUs each takes half: [bold]CUDA_VISIBLE_DEVICES=0 ... --out a --draft-tokens 2,3[/bold] and
     [bold]CUDA_VISIBLE_DEVICES=1 ... --out b --draft-tokens 4,8 --no-plain[/bold], then
     [bold]... --out h200 --merge benchmark/results/a --merge benchmark/results/b[/bold]
+
+    All of its layers, as published (73 GB): [bold]... --layers 61 --weights int4 --contexts 1024 --out h200-61[/bold]
 
     Without a GPU, the bundled pair: [bold]... --model test/models/tiny-kimi --draft test/models/tiny-kimi-eagle3
     --contexts 32,96 --batch-sizes 1,2 --out cpu[/bold]
@@ -76,6 +81,9 @@ def verify_step(
     for option, path in (("--model", model), ("--draft", draft)):
         if path and not Path(path, "config.json").is_file():
             raise PatchError(f"{option} {path}: no config.json there\n  remedy     the folder of a downloaded model")
+    for option, word, known in (("--weights", weights, shard.WEIGHTS), ("--routers", routers, ("drawn", "dummy"))):
+        if word not in known:
+            raise PatchError(f"{option} {word!r}\n  expected   {' or '.join(known)}")
     cuda = selection.has_gpu()
     if not (cuda or model):
         raise PatchError(
@@ -91,6 +99,7 @@ def verify_step(
         tokens=tokens,
         eager_everywhere=eager_everywhere,
         profiled=profile,
+        drawn_routers=routers == "drawn" and not model,
     )
     engines = [*([0] if plain else []), *_numbers(draft_tokens, "--draft-tokens")]
     if not engines or not measured.batch_sizes or not measured.contexts:
@@ -99,11 +108,12 @@ def verify_step(
         )
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
-        pair = (Path(model), Path(draft)) if model else shard.write(Path(scratch))
+        pair = (Path(model), Path(draft)) if model else shard.write(Path(scratch), layers, weights)
         chosen = arguments.Chosen(
             target=pair[0],
             draft=pair[1],
             dummy=not model,
+            share=f"{layers} layers, {weights}, {routers} routers" if not model else "a folder",
             cuda=cuda,
             grid=measured,
             captured=captured,
@@ -152,6 +162,8 @@ def _check_same(records: list[dict[str, object]], chosen: arguments.Chosen, engi
         pairs = [("patch set", was, now)]
         if tokens in engines:
             pairs.append(("server arguments", " ".join(head["arguments"]), " ".join(chosen.shown(tokens))))
+        if "share" in head:
+            pairs.append(("model", head["share"], chosen.share))
         for what, before, after in pairs:
             if before != after:
                 raise PatchError(

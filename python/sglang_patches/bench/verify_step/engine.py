@@ -39,6 +39,7 @@ class Spec(BaseModel):
     shown: list[str]
     command: list[str]
     grid: grids.Grid
+    share: str
     vocabulary: int
     sweep: bool
     folder: Path
@@ -146,6 +147,7 @@ class Measurement:
         """All of it."""
         bench, grid = self.bench, self.grid
         begun = time.perf_counter()
+        drawn = bench.ask("draw") if grid.drawn_routers else 0
         self.progress("prefilling the longest prompts")
         bench.generate(grid.requests, max(grid.contexts), 1)
         document, why_not = provenance(bench)
@@ -157,9 +159,11 @@ class Measurement:
             arguments=self.spec.shown,
             command=self.spec.command,
             grid=grid.model_dump(),
+            share=self.spec.share,
             start_seconds=round(bench.start_seconds, 1),
             prefill_seconds=round(time.perf_counter() - begun, 1),
             facts=bench.ask("facts"),
+            routers_drawn=drawn,
             swept=self.spec.sweep,
             outcomes_after_sweep=bench.told().get("outcomes"),
             document=document,

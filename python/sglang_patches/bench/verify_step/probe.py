@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from sglang_patches.bench import routers
 from sglang_patches.bench.verify_step import kernels, reading
 
 #: Parts of a cycle in their order, with speculation and without; the last part of a cycle is its host gap.
@@ -248,15 +249,17 @@ def _unless_eager(can_run_graph: Callable[..., Any]) -> Callable[..., Any]:
 def _answer(scheduler: Any, do: str, out: str, eager: bool = False, batch_size: int = 0) -> None:
     """RPC of the scheduler; the answer goes to file `out` as JSON, from the first tensor-parallel rank.
 
-    ``facts``: what is served and the copy bandwidth (`reading.facts`). ``begin``, then ``take``: the cycles of a
-    batch size. ``count``, then ``counted``: experts routed to and contexts seen, uncounted time. ``profile``, then
-    ``profiled``: kernels.
+    ``draw``: routers (`routers.draw`). ``facts``: what is served and the copy bandwidth (`reading.facts`). ``begin``,
+    then ``take``: the cycles of a batch size. ``count``, then ``counted``: experts routed to and contexts seen,
+    untimed. ``profile``, then ``profiled``: kernels.
     """
     from sglang.srt.runtime_context import get_parallel
 
     result: Any = None
     models = reading.models(scheduler)
-    if do == "facts":
+    if do == "draw":
+        result = routers.draw(models["target"].model)
+    elif do == "facts":
         result = reading.facts(models)
     elif do == "begin":
         probe.begin(eager)
@@ -279,7 +282,9 @@ def _answer(scheduler: Any, do: str, out: str, eager: bool = False, batch_size: 
         assert profile is not None, "`profiled` before `profile`"
         result = profile.take(probe.parts, batch_size)
     else:
-        raise ValueError(f"verify_step knows no {do!r}; it knows facts, begin, take, count, counted, profile, profiled")
+        raise ValueError(
+            f"verify_step knows no {do!r}; it knows draw, facts, begin, take, count, counted, profile, profiled"
+        )
     if get_parallel().tp_rank == 0:
         Path(out).write_text(json.dumps(result))
 

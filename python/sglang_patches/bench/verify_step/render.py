@@ -70,6 +70,7 @@ def _engine(records: Sequence[dict[str, Any]], head: Mapping[str, Any]) -> dict[
         "device": facts.get("device"),
         "copy_gb_per_s": facts.get("copy", {}).get("gb_per_s"),
         "start_s": head.get("start_seconds"),
+        "share": head.get("share"),
         "target_layers": target.get("layers"),
         "target_dense_mib": _mib(target.get("dense")),
         "target_expert_mib": _mib(max(target.get("experts", {}).values(), default=None)),
@@ -165,8 +166,9 @@ def readme(
     for name, engine in engines.items():
         if engine["device"]:
             copy, start = engine["copy_gb_per_s"], engine["start_s"]
+            share = f"{engine['share']}, " if engine["share"] else ""
             lines.append(
-                f"- {name}: {engine['device']}, copies {copy:.0f} GB/s (read and written), up in {start:.0f} s"
+                f"- {name}: {share}{engine['device']}, copies {copy:.0f} GB/s (read and written), up in {start:.0f} s"
             )
         if engine["no_document"]:
             lines.append(f"- {name}: no provenance document: {engine['no_document']}")

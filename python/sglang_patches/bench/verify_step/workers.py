@@ -42,6 +42,7 @@ class Worker:
             shown=chosen.shown(draft_tokens),
             command=chosen.command,
             grid=chosen.grid,
+            share=chosen.share,
             vocabulary=chosen.vocabulary(),
             sweep=sweep,
             folder=folder.resolve(),
