@@ -278,7 +278,7 @@ def test_a_folder_of_other_code_is_not_continued(tmp_path: Path) -> None:
         command._check_same(of, chosen, [4])
     command._check_same(of, chosen, [2])  # that engine is not asked for
     of[0] |= {"arguments": chosen.shown(4), "share": "12 layers, bf16, dummy routers"}
-    with pytest.raises(PatchError, match="another model .*\n +there +12 layers, bf16, dummy routers\n +now +a folder"):
+    with pytest.raises(PatchError, match=r"another model .*\n +there +12 layers, bf16, dummy routers\n +now +a folder"):
         command._check_same(of, chosen, [2])
 
 
