@@ -104,9 +104,9 @@ def _fill(backend: Any, model_runner: Any) -> None:
         backends.record(seen.tokens, "failed", wrong, reason="failed")
         return
     backend.use_verify_shared_kv = True
-    backend.verify_shared_kv_fwd = torch.compiler.disable(Hook(run, seen.tokens).__call__)
     tile, launched = run.plan(1, seen.tokens * backend.num_head, seen.width)
-    backends.record(
+    applied = functools.partial(
+        backends.record,
         seen.tokens,
         "applied",
         "verify splits the context",
@@ -115,6 +115,13 @@ def _fill(backend: Any, model_runner: Any) -> None:
         splits_launched_at_batch_1=launched,
         workspace_mib=round(run.workspace.numel() * 4 / 2**20, 1),
     )
+    if seen.prefill_node:
+        why = "a prefill node verifies nothing until its role is switched"
+        backends.record(seen.tokens, "not needed", why, reason="prefill_node")
+    else:
+        applied()
+    hook = Hook(run, seen.tokens, first=applied if seen.prefill_node else None)
+    backend.verify_shared_kv_fwd = torch.compiler.disable(hook.__call__)
 
 
 def _wrong(run: Any, heads: int, seen: gate.Facts) -> str:
@@ -142,10 +149,11 @@ class Hook:
     Args:
         run: as `launch.SplitVerify`.
         tokens: draft tokens that its backend was made for.
+        first: called once, after the first verify that it serves.
     """
 
-    def __init__(self, run: Any, tokens: int) -> None:
-        self.run, self.tokens = run, tokens
+    def __init__(self, run: Any, tokens: int, first: Callable[[], None] | None = None) -> None:
+        self.run, self.tokens, self.first = run, tokens, first
         self.failed = False
 
     def __call__(
@@ -209,6 +217,9 @@ class Hook:
                 backends.record(self.tokens, "failed", f"{type(error).__name__}: {error}", reason="failed")
                 self.failed, reason = True, "failed"
         backends.count(self.tokens, "split_kv" if reason is None else f"extend:{reason}")
+        if reason is None and self.first is not None:
+            self.first()
+            self.first = None
         return reason is None
 
     def _reason(self, q: torch.Tensor, *tensors: Any, **options: Any) -> str | None:
