@@ -334,7 +334,11 @@ class Runner:
 def published(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """What upstream publishes of its arguments, as far as it is read."""
     found = SimpleNamespace(
-        disaggregation_mode="null", enable_pd_role_switch=False, speculative_attention_mode="prefill"
+        disaggregation_mode="null",
+        enable_pd_role_switch=False,
+        speculative_attention_mode="prefill",
+        speculative_num_draft_tokens=None,
+        max_speculative_num_draft_tokens=None,
     )
     monkeypatch.setattr(runtime_context, "get_disagg", lambda: found)
     monkeypatch.setattr(runtime_context, "get_spec", lambda: found)
@@ -427,6 +431,35 @@ def test_backends_of_a_server_that_adapts_are_told_apart(monkeypatch: pytest.Mon
     assert told["result"] == told["by_draft_tokens"]["2"]["result"] == "failed"
     adaptive(2)
     assert _outcome.outcomes()[patch.PATCH]["result"] == "failed", "as many draft tokens, a backend made later"
+
+
+@pytest.mark.parametrize(
+    ("most", "same"),
+    [
+        (8, [0, 0, 0, 0]),  # the first has room for all that are to come
+        (None, [0, 0, 2, 2]),  # the larger one of a captured graph stays, and serves the next
+    ],
+)
+def test_backends_of_one_model_runner_share_a_workspace(
+    monkeypatch: pytest.MonkeyPatch, published: SimpleNamespace, most: int | None, same: list[int]
+) -> None:
+    monkeypatch.setattr(gate, "capability", lambda model_runner: (9, 0))
+    monkeypatch.setattr(patch.check, "difference", lambda run, **sizes: 0.0)
+    published.max_speculative_num_draft_tokens = most
+    made: list[launch.SplitVerify] = []
+    monkeypatch.setattr(patch, "Hook", lambda run, *_, **__: made.append(run) or Run())
+    runner = Runner(4)
+    for tokens in (4, 4, 8, 2):
+        patch.fills_verify_hook(lambda self, model_runner: None)(Runner(tokens), runner)
+    assert [run.workspace is made[first].workspace for run, first in zip(made, same, strict=True)] == [True] * 4
+    assert len({id(run.workspace) for run in made}) == len(set(same))
+    assert all(
+        run.fits(batch, tokens * 8, 512)
+        for run, tokens in zip(made, (4, 4, 8, 2), strict=True)
+        for batch in range(1, runner.req_to_token_pool.size + 1)
+    )
+    adaptive(2)
+    assert made[4].workspace is not made[0].workspace, "another model runner's forwards may run at the same time"
 
 
 def test_one_backend_is_told_as_before() -> None:

@@ -27,6 +27,9 @@ __all__ = ["fills_verify_hook"]
 VARIABLE, MODES = "SGLANG_PATCHES_MLA_VERIFY", ("auto", "on", "off")
 SPLITS_VARIABLE, SPLITS_MOST = "SGLANG_PATCHES_MLA_VERIFY_SPLITS", 512
 
+# Of a model runner: the workspace of its backends.
+_WORKSPACE = "_sglang_patches_verify_workspace"
+
 backends = Backends()
 
 logger = logging.getLogger("sglang_patches")
@@ -95,10 +98,16 @@ def _fill(backend: Any, model_runner: Any) -> None:
             cores=max(1, backend.device_core_count),
             device=model_runner.device,
             override=override,
+            shared=vars(model_runner).get(_WORKSPACE),
+            more_tokens=_most_tokens(),
         )
     except torch.OutOfMemoryError as error:
         backends.record(seen.tokens, "failed", f"no memory for its workspace: {error}", reason="memory")
         return
+    # One for all backends of a model runner. Those of `--speculative-adaptive`, one a number of draft steps, are used
+    # in turn. The halves of two-batch overlap are queued in turn by one thread on one stream, which replays all graphs
+    # too. So no call begins between the two kernels of another. PD multiplexing runs two forwards; one verifies.
+    setattr(model_runner, _WORKSPACE, run.workspace)
     if wrong := _wrong(run, backend.num_head, seen):
         logger.error("sglang-patches: %s: verify stays with upstream's extend kernel: %s", PATCH, wrong)
         backends.record(seen.tokens, "failed", wrong, reason="failed")
@@ -122,6 +131,13 @@ def _fill(backend: Any, model_runner: Any) -> None:
         applied()
     hook = Hook(run, seen.tokens, first=applied if seen.prefill_node else None)
     backend.verify_shared_kv_fwd = torch.compiler.disable(hook.__call__)
+
+
+def _most_tokens() -> int:
+    """Draft tokens that some backend of this server may be made for, as far as kernels here take them."""
+    from sglang.srt.runtime_context import max_speculative_num_draft_tokens
+
+    return min(max_speculative_num_draft_tokens() or 0, gate.TOKENS[1])
 
 
 def _wrong(run: Any, heads: int, seen: gate.Facts) -> str:
