@@ -17,7 +17,7 @@ import yaml
 
 from sglang_patches import cache
 from sglang_patches.errors import PatchError
-from sglang_patches.trust import distrusted
+from sglang_patches.trust import distrusted, folder_of_ones_own
 
 # Upstream's options, and the variables that `collect` reads; with _FILE, the file that holds the key.
 VARIABLES = {"--api-key": "SGLANG_API_KEY", "--admin-api-key": "SGLANG_ADMIN_API_KEY"}
@@ -145,7 +145,7 @@ def _link(name: str, target: str) -> str:
     raise PatchError(
         "the API key cannot be handed over: no folder takes a link that nobody else can change\n"
         + "\n".join(problems)
-        + "\n  remedy     set SGLANG_PATCHES_CACHE to a writable folder of your own"
+        + f"\n  remedy     set SGLANG_PATCHES_CACHE to {folder_of_ones_own()}"
     )
 
 
