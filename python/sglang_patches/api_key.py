@@ -7,8 +7,11 @@ only this process and the server it becomes hold open.
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
 import os
+import shlex
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -99,6 +102,29 @@ def in_config(words: Sequence[str]) -> tuple[str | None, bool]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return file, False  # upstream will say what is wrong with it
     return file, isinstance(content, dict) and bool(content.get("api-key") or content.get("api_key"))
+
+
+def header(words: Sequence[str], environ: Mapping[str, str]) -> tuple[str, str]:
+    """Words of a shell that give curl the API key of a server with these arguments, and a line that comes before them.
+
+    The key itself is in neither: the words name the variable or the file that has it by `environ`, else the variable
+    that the commands here read, and the line sets it. Both are empty where there is no key, the line where it is set.
+    """
+    option = "--api-key"
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(option)
+    key = parser.parse_known_args(list(words))[0].api_key
+    if not key and not (key is None and in_config(words)[1]):
+        return "", ""
+    variable = VARIABLES[option]
+    told, before, file = f"${variable}", f"export {variable}=...   # the server's key", environ.get(f"{variable}_FILE")
+    if key and environ.get(variable) == key:
+        before = ""
+    elif key and file:
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            if Path(file).read_text(encoding="utf-8").strip() == key:
+                told, before = f"$(cat {shlex.quote(file)})", ""
+    return f' -H "Authorization: Bearer {told}"', before
 
 
 def required(recipe: str) -> PatchError:
