@@ -22,6 +22,7 @@ import psutil
 from sglang_patches import processes
 from sglang_patches.bench.server import end_with_us, free_port, shown, tail
 from sglang_patches.document import server as documents
+from sglang_patches.document.unnamed import unnamed
 from sglang_patches.errors import PatchError
 
 REPO = Path(__file__).parents[2]
@@ -187,7 +188,7 @@ def _name(process: psutil.Process) -> str:
 
 def provenance_of(url: str) -> dict[str, Any]:
     """The server's provenance document and the machine's load, for a result file."""
-    document = documents.ask(url, with_time=True).model_dump()
+    document = unnamed(documents.ask(url, with_time=True).model_dump())
     for process in document["processes"]:
         process["libraries"] = []  # hundreds, and the same as of every server of this environment
     return {"document": document, "load_average": os.getloadavg(), "cpus": os.cpu_count()}

@@ -21,6 +21,7 @@ import numpy as np
 import psutil
 
 from sglang_patches.document import diff, schema, server
+from sglang_patches.document.unnamed import unnamed
 from sglang_patches.errors import PatchError
 
 PROMPTS = Path(__file__).parents[2] / "test/models/prompts.jsonl"
@@ -94,7 +95,7 @@ def main() -> None:
             "tokens_per_s": rate(taken, everything),
             "tokens_per_step": sum(sample["tokens"] for sample in taken) / steps,
             "ms_per_step": 1e3 * sum(sample["seconds"] for sample in taken) / steps,
-            "document": documents[name].model_dump(mode="json"),
+            "document": unnamed(documents[name].model_dump(mode="json")),
             "outcomes": outcomes(urls[name]),
         }
         print(name, {key: round(value, 3) for key, value in result[name].items() if isinstance(value, float)})

@@ -7,8 +7,11 @@ only this process and the server it becomes hold open.
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
 import os
+import shlex
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +20,7 @@ import yaml
 
 from sglang_patches import cache
 from sglang_patches.errors import PatchError
-from sglang_patches.trust import distrusted
+from sglang_patches.trust import distrusted, folder_of_ones_own
 
 # Upstream's options, and the variables that `collect` reads; with _FILE, the file that holds the key.
 VARIABLES = {"--api-key": "SGLANG_API_KEY", "--admin-api-key": "SGLANG_ADMIN_API_KEY"}
@@ -101,6 +104,29 @@ def in_config(words: Sequence[str]) -> tuple[str | None, bool]:
     return file, isinstance(content, dict) and bool(content.get("api-key") or content.get("api_key"))
 
 
+def header(words: Sequence[str], environ: Mapping[str, str]) -> tuple[str, str]:
+    """Words of a shell that give curl the API key of a server with these arguments, and a line that comes before them.
+
+    The key itself is in neither: the words name the variable or the file that has it by `environ`, else the variable
+    that the commands here read, and the line sets it. Both are empty where there is no key, the line where it is set.
+    """
+    option = "--api-key"
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(option)
+    key = parser.parse_known_args(list(words))[0].api_key
+    if not key and not (key is None and in_config(words)[1]):
+        return "", ""
+    variable = VARIABLES[option]
+    told, before, file = f"${variable}", f"export {variable}=...   # the server's key", environ.get(f"{variable}_FILE")
+    if key and environ.get(variable) == key:
+        before = ""
+    elif key and file:
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            if Path(file).read_text(encoding="utf-8").strip() == key:
+                told, before = f"$(cat {shlex.quote(file)})", ""
+    return f' -H "Authorization: Bearer {told}"', before
+
+
 def required(recipe: str) -> PatchError:
     """The refusal to serve without a key."""
     return PatchError(
@@ -145,7 +171,7 @@ def _link(name: str, target: str) -> str:
     raise PatchError(
         "the API key cannot be handed over: no folder takes a link that nobody else can change\n"
         + "\n".join(problems)
-        + "\n  remedy     set SGLANG_PATCHES_CACHE to a writable folder of your own"
+        + f"\n  remedy     set SGLANG_PATCHES_CACHE to {folder_of_ones_own()}"
     )
 
 

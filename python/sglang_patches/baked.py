@@ -13,7 +13,7 @@ from sglang_patches import cache, upstream
 from sglang_patches.overlay import Overlay
 from sglang_patches.selection import VARIABLE, is_none, select
 from sglang_patches.series import load
-from sglang_patches.trust import distrusted
+from sglang_patches.trust import distrusted, folder_of_ones_own
 
 _CACHE = "SGLANG_PATCHES_CACHE"
 
@@ -49,7 +49,7 @@ def settle(environ: dict[str, str]) -> list[str]:
     if problem:
         return [
             f"{said}; and {problem}: each process keeps them in a temporary folder of its own, if it can; set "
-            f"{_CACHE} to a writable folder of your own"
+            f"{_CACHE} to {folder_of_ones_own()}"
         ]
     environ[_CACHE] = instead
     return [f"{said}: they go to {instead}"]

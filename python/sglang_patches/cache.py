@@ -18,7 +18,7 @@ import tempfile
 from importlib.util import cache_from_source
 
 from sglang_patches.errors import PatchError
-from sglang_patches.trust import distrusted
+from sglang_patches.trust import distrusted, folder_of_ones_own
 from sglang_patches.upstream import digest
 
 logger = logging.getLogger("sglang_patches")
@@ -113,10 +113,11 @@ def _use_private_folder(problem: OSError) -> None:
     _private = temporary, problem
     logger.warning(
         "cannot use the cache folder %s (%s): this process keeps its patched files in %s until it ends; "
-        "set SGLANG_PATCHES_CACHE to a writable folder of your own",
+        "set SGLANG_PATCHES_CACHE to %s",
         folder(),
         problem,
         temporary,
+        folder_of_ones_own(),
     )
 
 
@@ -222,6 +223,6 @@ def _unwritable(problem: OSError, temporary: str, error: OSError) -> PatchError:
         f"cannot write patched files\n"
         f"  cache      {folder()}: {problem}\n"
         f"  temporary  {temporary}: {error}\n"
-        f"  remedy     set SGLANG_PATCHES_CACHE to a writable folder of your own with a few megabytes free, "
+        f"  remedy     set SGLANG_PATCHES_CACHE to {folder_of_ones_own()} with a few megabytes free, "
         f"or run without patches: SGLANG_PATCHES=none"
     )

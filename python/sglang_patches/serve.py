@@ -175,13 +175,29 @@ def port_is_free(port: int) -> bool:
     return True
 
 
-def try_line(url: str, name: str) -> str:
-    """A shell command that asks the server at ``url`` for a chat completion."""
+def try_line(url: str, name: str, key: str = "") -> str:
+    """A shell command that asks the server at ``url`` for a chat completion.
+
+    ``key`` is the first part of what `api_key.header` gives.
+    """
     body = {"model": name, "messages": [{"role": "user", "content": "Tell me a story."}], "max_tokens": 64}
-    return f"curl -s {url}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"
+    asked = f"-H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"
+    return f"curl -s {url}/v1/chat/completions{key} {asked}"
 
 
-def _watch(pid: int, url: str, name: str) -> None:
+def what_to_try(url: str, name: str, header: tuple[str, str]) -> str:
+    """What is told of a server that is ready; ``header`` as `api_key.header` gives it."""
+    key, before = header
+    commands = [*([before] if before else []), try_line(url, name, key)]
+    return "\n".join([
+        "Try:",
+        *(f"  {command}" for command in commands),
+        f"Code state and accept length: curl -s{key} {url}/server_info",
+        f"Watch it: sglang-patches top --url {url}\n",
+    ])  # fmt: skip
+
+
+def _watch(pid: int, url: str, name: str, header: tuple[str, str]) -> None:
     """Wait until the server at ``url`` is ready, then print a request to try; give up when process ``pid`` ends."""
     started = time.monotonic()
     ended = select.poll()
@@ -197,14 +213,12 @@ def _watch(pid: int, url: str, name: str) -> None:
         print(f"serve: the server ended after {time.monotonic() - started:.0f} s, before it was ready", flush=True)
         return
     print(
-        f"\nserve: ready after {time.monotonic() - started:.0f} s. Try:\n  {try_line(url, name)}\n"
-        f"Code state and accept length: curl -s {url}/server_info\n"
-        f"Watch it: sglang-patches top --url {url}\n",
+        f"\nserve: ready after {time.monotonic() - started:.0f} s. {what_to_try(url, name, header)}",
         flush=True,
     )
 
 
-def _spawn_watcher(url: str, name: str) -> None:
+def _spawn_watcher(url: str, name: str, header: tuple[str, str]) -> None:
     """Start `_watch` in a process that is no child of the server's, which neither waits for it nor must kill it."""
     server = os.getpid()
     child = os.fork()
@@ -213,7 +227,7 @@ def _spawn_watcher(url: str, name: str) -> None:
         return
     if os.fork() == 0:
         with contextlib.suppress(KeyboardInterrupt):
-            _watch(server, url, name)
+            _watch(server, url, name, header)
     os._exit(0)
 
 
@@ -254,7 +268,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"serve: {shlex.join(secrets.command(launch.argv))}")
     print("serve: starting; a small model takes about a minute, a large one as long as its weights take to load")
     sys.stdout.flush()
-    _spawn_watcher(f"http://{launch.host}:{given.port}", launch.name)
+    _spawn_watcher(f"http://{launch.host}:{given.port}", launch.name, api_key.header(given.extra, os.environ))
     os.execvpe(launch.argv[0], launch.argv, launch.env)
 
 

@@ -52,6 +52,25 @@ def distrusted(path: str) -> str | None:
     return reason or _writable_by_others(at, os.lstat(at), final=True)
 
 
+def folder_of_ones_own() -> str:
+    """What to name in place of a folder that is not trusted, in words for a remedy: what this process could do."""
+    if _unnamed("uid") is None:
+        return "a writable folder of your own"
+    # Here "of your own" is not enough: what lies below a folder from outside is not trusted, and to give that one to
+    # somebody else is not in this namespace's power.
+    for parent in ("/var/tmp", "/tmp", "/dev/shm"):
+        folder = f"{parent}/sglang-patches-{os.geteuid()}"
+        try:
+            if os.access(parent, os.W_OK | os.X_OK) and distrusted(folder) is None:
+                return f"a folder that does not lie below one from outside of this user namespace, such as {folder}"
+        except OSError:
+            continue
+    return (
+        "a folder that does not lie below one from outside of this user namespace; none of /var/tmp, /tmp and /dev/shm "
+        "takes one, so give the container a tmpfs (--tmpfs /tmp) or a volume that its own user owns"
+    )
+
+
 def _ours(path: str, state: os.stat_result, final: bool) -> bool:
     if state.st_uid not in (os.geteuid(), _unnamed("uid")):
         return state.st_uid == 0

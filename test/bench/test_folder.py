@@ -21,6 +21,7 @@ from sglang_patches.bench import folder
 from sglang_patches.bench.findings import tables
 from sglang_patches.bench.tables import number
 from sglang_patches.document import diff, schema
+from sglang_patches.document.schema import Gpu
 from sglang_patches.errors import PatchError
 
 SCHEMA = Path(__file__).parents[2] / "docs/result.schema.json"
@@ -196,6 +197,22 @@ def test_a_line_that_a_crash_cut_is_no_error_and_a_bad_one_is(tmp_path: Path) ->
     with pytest.raises(PatchError, match="line 2 is no sample: turn"):
         list(folder.samples(tmp_path))
     assert folder.count_samples(tmp_path).failed == 1
+
+
+def test_a_result_names_no_gpu_by_its_uuid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uuids = [f"GPU-{i}f3e1c2a-0b1d-4e5f-8a9b-0c1d2e3f4a5b" for i in range(2)]
+    of = document(gpus=[Gpu(name="H200", uuid=uuid) for uuid in uuids], environment={"CUDA_VISIBLE_DEVICES": uuids[1]})
+    folder.write(tmp_path, ab(document=of), [sample()])
+    assert "f3e1c2a" not in "".join(file.read_text() for file in tmp_path.iterdir())
+    told = folder.load(tmp_path).document
+    assert told is not None
+    first, second = (gpu.uuid for gpu in told.machine.gpus)
+    assert told.environment["CUDA_VISIBLE_DEVICES"] == second != first
+    monkeypatch.setenv("SGLANG_PATCHES_GPU_UUIDS", "keep")
+    folder.write(tmp_path, ab(document=of), [sample()])
+    kept = folder.load(tmp_path).document
+    assert kept is not None
+    assert [gpu.uuid for gpu in kept.machine.gpus] == uuids
 
 
 def test_the_readme_says_what_was_found_and_how(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,16 @@ def setup(model: str, draft: str | None, **changed: Any) -> Setup:
 
 def made(model: str, draft: str | None) -> str:
     return setup(model, draft).draft
+
+
+def test_the_command_as_typed_has_the_variables_that_steer_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith(("SGLANG", "NCCL", "OMP", "CUDA", "TRITON", "TORCH"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(sys, "argv", ["/bin/sglang-patches", "bench", "ab", "--a", "default"])
+    assert options.typed() == ["sglang-patches", "bench", "ab", "--a", "default"]
+    monkeypatch.setenv("SGLANG_PATCHES", "-strict-api")
+    monkeypatch.setenv("SGLANG_API_KEY", "hunter2")
+    assert options.typed()[:3] == ["env", "SGLANG_PATCHES=-strict-api", "sglang-patches"]
 
 
 @pytest.mark.parametrize(("asked", "flying", "wanted"), [(0, 8, 0), (4, 8, 8), (4, 1, 4), (4, 4, 4)])

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -300,6 +301,25 @@ def test_an_unknown_share_is_refused_before_a_folder_is_made(tmp_path: Path, opt
     with pytest.raises(PatchError, match=f"--{option} '{word}'\n +expected"):
         command.verify_step(tmp_path / "result", **{option: word})
     assert not (tmp_path / "result").exists()
+
+
+def test_the_command_that_is_written_has_the_variables_that_steer_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = Path(__file__).parents[1] / "models"
+    asked: list[arguments.Chosen] = []
+    monkeypatch.setattr(command.selection, "has_gpu", lambda: False)
+    monkeypatch.setattr(workers, "measure", lambda left, chosen, *rest: asked.append(chosen))
+    monkeypatch.setattr(render, "write", lambda folder: SimpleNamespace(headline="nothing"))
+    monkeypatch.setattr(sys, "argv", ["sglang-patches", "bench", "verify-step", "--out", "x"])
+    monkeypatch.setenv("SGLANG_PATCHES", "-mla-verify-split-kv")
+    (tmp_path / "table.md").write_text("")
+    pair = {"model": str(models / "tiny-kimi"), "draft": str(models / "tiny-kimi-eagle3")}
+    command.verify_step(tmp_path, **pair)
+    words = asked[0].command
+    assert words[0] == "env"
+    assert "SGLANG_PATCHES=-mla-verify-split-kv" in words[: words.index("sglang-patches")]
+    assert words[-4:] == ["bench", "verify-step", "--out", "x"]
 
 
 @pytest.mark.parametrize("text", ["1,x", "0", "-3", "1.5"])

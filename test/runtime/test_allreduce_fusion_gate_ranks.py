@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 import torch
 from ranks import meet
+from sglang.srt.layers import flashinfer_comm_fusion
 
 from sglang_patches.nccl import topology
 from sglang_patches.nccl.topology import Topology
-from sglang_patches.runtime.allreduce_fusion_gate import captured, kernels, ranks
+from sglang_patches.runtime import _outcome
+from sglang_patches.runtime.allreduce_fusion_gate import captured, kernels, launch, ranks
+from sglang_patches.runtime.allreduce_fusion_gate.decision import Verdict
 
 HOSTS = Path(__file__).parents[1] / "nccl/topologies"
 NVLINK = Topology.from_json((HOSTS / "nvlink-host.json").read_text())
@@ -108,6 +111,21 @@ def test_the_fusion_stays_on_where_both_ranks_can(said: Any) -> None:
     assert (outcome["result"], outcome["fusion"], outcome["sm"]) == ("not needed", "trtllm", 90)
     assert outcome["detail"] == "fused all-reduce is on (trtllm, chosen by upstream): every pair has NVLink"
     assert outcome["group"] == "2 ranks on 1 host(s)"
+
+
+def test_a_fusion_whose_workspace_upstream_cannot_make_is_not_told_as_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By upstream's own manager, where flashinfer's part is missing."""
+    monkeypatch.setattr(_outcome, "_recorded", {})
+    monkeypatch.setattr(ranks._Process, "refused", "")
+    monkeypatch.setattr(flashinfer_comm_fusion, "_flashinfer_comm", None)
+    flashinfer_comm_fusion.FlashInferWorkspaceManager().initialize(2, 0, 128, 64)
+    assert _outcome.outcomes() == {}, "of a rank that decided nothing"
+    launch.record("trtllm", "auto", Verdict(True, "every pair has NVLink"), False, "2 ranks", 90)
+    assert _outcome.outcomes()[launch.PATCH]["fusion"] == "trtllm"
+    flashinfer_comm_fusion.FlashInferWorkspaceManager().initialize(2, 0, 128, 64)
+    outcome = _outcome.outcomes()[launch.PATCH]
+    assert (outcome["result"], outcome["fusion"], outcome["asked"]) == ("failed", "off", "auto")
+    assert "could not make a workspace" in outcome["detail"]
 
 
 @pytest.mark.parametrize(

@@ -181,6 +181,9 @@ def runner(**more: Any) -> Any:
 def test_applies_and_tells_memory_and_counts(pools: Any) -> None:
     backend = FlashInferMLAAttnBackend(pools())
     patch.prepare(backend, runner())
+    told = _outcome.outcomes()[patch.PATCH]
+    assert (told["result"], told["pool_rows"], told["plans"]) == ("not needed", 192, 0), "nothing has asked it yet"
+    assert told["detail"].startswith("no forward has reached this attention backend yet; then up to ")
     wrapper = SimpleNamespace(_use_cuda_graph=False)
     slots = torch.tensor([65, 66, 130, 65], dtype=torch.int32)
     patch.plan(backend, wrapper, torch.tensor([0, 3, 4], dtype=torch.int32), slots)
@@ -192,6 +195,7 @@ def test_applies_and_tells_memory_and_counts(pools: Any) -> None:
     second = FlashInferMLAAttnBackend(pools())
     patch.prepare(second, runner())
     assert second.gather_cast.shared is backend.gather_cast.shared, "one static buffer a process and kind of pool"
+    assert _outcome.outcomes()[patch.PATCH]["result"] == "applied"
 
 
 @pytest.mark.parametrize(

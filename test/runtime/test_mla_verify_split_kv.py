@@ -18,6 +18,9 @@ from typing import Any
 import pytest
 import torch
 import triton
+from sglang.srt import runtime_context
+from sglang.srt.layers.attention import hybrid_attn_backend
+from sglang.srt.model_executor import forward_batch_info
 from split_verify import SHAPES
 
 from sglang_patches.runtime import _outcome
@@ -200,6 +203,9 @@ def test_upstreams_backend_verifies_with_the_split_kernels(tmp_path: Path) -> No
         ({"rope": 128}, "head_dim"),
         ({"dcp_size": 2}, "context_parallel"),
         ({"deterministic": True}, "deterministic"),
+        ({"verifier": "flashmla"}, "other_backend"),
+        ({"prefill_node": "fixed"}, "prefill_node"),
+        ({"prefill_node": "switchable"}, None),
         ({"compute": torch.float32, "cache": torch.float32}, "dtype"),
         ({"cache": torch.float8_e4m3fn}, None),
         ({"cache": torch.float8_e4m3fn, "capability": (8, 9)}, None),
@@ -315,12 +321,72 @@ class Runner:
     model_config = SimpleNamespace(kv_lora_rank=512, qk_rope_head_dim=64)
     spec_algorithm = SimpleNamespace(name="EAGLE3", is_none=lambda: False)
     req_to_token_pool = SimpleNamespace(size=8)
+    prefill_attention_backend_str = decode_attention_backend_str = "triton"
     topk, use_mla, dcp_size, enable_deterministic, num_head, device_core_count = 1, True, 1, False, 8, 132
 
     def __init__(self, tokens: int) -> None:
         self.num_draft_tokens = tokens
         self.use_verify_shared_kv = self.use_verify_splitkv = False
         self.verify_shared_kv_fwd: Any = None
+
+
+@pytest.fixture(autouse=True)
+def published(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """What upstream publishes of its arguments, as far as it is read."""
+    found = SimpleNamespace(
+        disaggregation_mode="null",
+        enable_pd_role_switch=False,
+        speculative_attention_mode="prefill",
+        speculative_num_draft_tokens=None,
+        max_speculative_num_draft_tokens=None,
+    )
+    monkeypatch.setattr(runtime_context, "get_disagg", lambda: found)
+    monkeypatch.setattr(runtime_context, "get_spec", lambda: found)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "mode", "verifier"),
+    [
+        ("triton", "triton", "prefill", ""),
+        ("triton", "flashmla", "prefill", ""),
+        ("flashmla", "triton", "prefill", "flashmla"),
+        ("flashmla", "triton", "decode", ""),
+        ("triton", "flashmla", "decode", "flashmla"),
+    ],
+)
+def test_the_backend_that_verifies_is_upstreams_choice(
+    published: SimpleNamespace, prefill: str, decode: str, mode: str, verifier: str
+) -> None:
+    """Beside upstream's own composed backend."""
+    published.speculative_attention_mode = mode
+    runner = Runner(4)
+    runner.prefill_attention_backend_str, runner.decode_attention_backend_str = prefill, decode
+    assert gate.verifier(runner) == verifier
+    both = hybrid_attn_backend.HybridAttnBackend.__new__(hybrid_attn_backend.HybridAttnBackend)
+    both.spec_attn_is_decode = mode == "decode"
+    vars(both).update(prefill_backend=prefill, decode_backend=decode)
+    chosen = both._select_backend(forward_batch_info.ForwardMode.TARGET_VERIFY)
+    assert (chosen == "triton") is (verifier == "")
+
+
+@pytest.mark.parametrize("switch", [False, True])
+def test_a_prefill_node_does_not_say_applied(
+    monkeypatch: pytest.MonkeyPatch, published: SimpleNamespace, switch: bool
+) -> None:
+    """Where its role can be switched it says so with its first verify."""
+    monkeypatch.setattr(gate, "capability", lambda model_runner: (9, 0))
+    monkeypatch.setattr(patch.check, "difference", lambda run, **sizes: 0.0)
+    monkeypatch.setattr(launch.SplitVerify, "__call__", lambda self, *tensors, **options: None)
+    published.disaggregation_mode, published.enable_pd_role_switch = "prefill", switch
+    (backend,) = adaptive(4)
+    told = _outcome.outcomes()[patch.PATCH]
+    assert (told["result"], told["reason"]) == ("not needed", "prefill_node")
+    assert backend.use_verify_shared_kv is switch
+    if switch:
+        assert backend.verify_shared_kv_fwd(**verify_call()) is True
+        told = _outcome.outcomes()[patch.PATCH]
+        assert (told["result"], told["rows"], told.get("reason")) == ("applied", 32, None)
 
 
 def adaptive(*tokens: int) -> list[Runner]:
@@ -365,6 +431,35 @@ def test_backends_of_a_server_that_adapts_are_told_apart(monkeypatch: pytest.Mon
     assert told["result"] == told["by_draft_tokens"]["2"]["result"] == "failed"
     adaptive(2)
     assert _outcome.outcomes()[patch.PATCH]["result"] == "failed", "as many draft tokens, a backend made later"
+
+
+@pytest.mark.parametrize(
+    ("most", "same"),
+    [
+        (8, [0, 0, 0, 0]),  # the first has room for all that are to come
+        (None, [0, 0, 2, 2]),  # the larger one of a captured graph stays, and serves the next
+    ],
+)
+def test_backends_of_one_model_runner_share_a_workspace(
+    monkeypatch: pytest.MonkeyPatch, published: SimpleNamespace, most: int | None, same: list[int]
+) -> None:
+    monkeypatch.setattr(gate, "capability", lambda model_runner: (9, 0))
+    monkeypatch.setattr(patch.check, "difference", lambda run, **sizes: 0.0)
+    published.max_speculative_num_draft_tokens = most
+    made: list[launch.SplitVerify] = []
+    monkeypatch.setattr(patch, "Hook", lambda run, *_, **__: made.append(run) or Run())
+    runner = Runner(4)
+    for tokens in (4, 4, 8, 2):
+        patch.fills_verify_hook(lambda self, model_runner: None)(Runner(tokens), runner)
+    assert [run.workspace is made[first].workspace for run, first in zip(made, same, strict=True)] == [True] * 4
+    assert len({id(run.workspace) for run in made}) == len(set(same))
+    assert all(
+        run.fits(batch, tokens * 8, 512)
+        for run, tokens in zip(made, (4, 4, 8, 2), strict=True)
+        for batch in range(1, runner.req_to_token_pool.size + 1)
+    )
+    adaptive(2)
+    assert made[4].workspace is not made[0].workspace, "another model runner's forwards may run at the same time"
 
 
 def test_one_backend_is_told_as_before() -> None:

@@ -233,6 +233,30 @@ def test_places_of_counts_are_not_made_while_a_graph_is_captured() -> None:
     place += torch.tensor([3, 4, 1])
     experts.begin()
     assert experts.figures() == {"verify": {"loaded": 3, "upstream": 4, "layers": 1}}
+    assert place.tolist() == [33, 44, 10], "a copy that is under way must not see them go back"
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_experts_of_start_ups_forwards_are_never_exported(monkeypatch: pytest.MonkeyPatch, graphs: bool) -> None:
+    """With graphs they end with the first replay; a server that exports before one, with the first step."""
+    now = [0.0]
+    experts = oea_topk.Experts(clock=lambda: now[0])
+    exported: list[Any] = []
+    monkeypatch.setattr(experts._experts, "export", lambda counts, labels: exported.append(dict(counts)))
+    monkeypatch.setattr(experts._layers, "export", lambda counts, labels: exported.append(dict(counts)))
+    place = experts.place(torch.device("cpu"), "verify", capturing=False)
+    assert place is not None
+    place += torch.tensor([30, 40, 9])
+    if graphs:
+        experts.begin()
+    experts.export({})
+    assert exported == []
+    place += torch.tensor([50, 70, 20])  # more than start-up's
+    now[0] += 2
+    if not graphs:
+        experts.begin()  # a replay after steps without a graph is no new beginning
+    experts.export({})
+    assert exported == [{("verify", "loaded"): 50, ("verify", "upstream"): 70}, {("verify",): 20}]
 
 
 UNTOUCHED: list[tuple[dict[str, Any], dict[str, Any], str]] = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from pathlib import Path
 from typing import Any
@@ -134,3 +135,26 @@ def test_long_values_take_no_time(piece: str) -> None:
     began = time.perf_counter()
     secrets.mask_text(piece * 10_000)
     assert time.perf_counter() - began < 1
+
+
+def test_a_command_again_has_the_variables_that_steer_it() -> None:
+    environ = {
+        "SGLANG_PATCHES": "-mla-verify-split-kv",
+        "SGLANG_PATCHES_MLA_VERIFY_SPLITS": "8",
+        "SGLANG_SIMULATE_ACC_LEN": "2.69",
+        "NCCL_ALGO": "Ring, Tree",
+        "SGLANG_API_KEY": "hunter2",
+        "SGLANG_PATCHES_CACHE": "/home/me/cache",
+        "SGLANG_PATCHES_DIR": "/home/me/patches",
+        "NVIDIA_REQUIRE_CUDA": "cuda>=13",
+        "HOME": "/home/me",
+        "CUDA_VISIBLE_DEVICES": "GPU-8f3e1c2a-0b1d-4e5f-8a9b-0c1d2e3f4a5b",
+    }
+    words = secrets.again(["sglang-patches", "bench", "--api-key", "hunter2"], environ)
+    assert shlex.join(words) == (
+        "env 'NCCL_ALGO=Ring, Tree' SGLANG_PATCHES=-mla-verify-split-kv SGLANG_PATCHES_MLA_VERIFY_SPLITS=8 "
+        "SGLANG_SIMULATE_ACC_LEN=2.69 sglang-patches bench --api-key '***'"
+    )
+    assert secrets.again(["sglang-patches"], {"HOME": "/"}) == ["sglang-patches"]
+    environ = {"CUDA_VISIBLE_DEVICES": "0,1"}
+    assert secrets.again(["x"], environ) == ["env", "CUDA_VISIBLE_DEVICES=0,1", "x"]

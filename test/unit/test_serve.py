@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from sglang.srt.server_args import prepare_server_args
 
-from sglang_patches import serve
+from sglang_patches import api_key, serve
 
 
 def checkpoint(folder: Path, **config: object) -> Path:
@@ -167,6 +167,42 @@ def test_a_taken_port_is_refused_at_once(tiny: Path) -> None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert f"port {port} is in use" in done.stderr
+
+
+KEY = "correct-horse-battery"
+
+
+@pytest.mark.parametrize("where", ["variable", "file", "another variable", "line only", "config"])
+def test_the_lines_to_try_have_the_key_without_showing_it(where: str, tmp_path: Path) -> None:
+    """By a real shell, with a curl that tells what it was given."""
+    (tmp_path / "a key").write_text(KEY + "\n")
+    (tmp_path / "server.yaml").write_text(f"api-key: {KEY}\n")
+    curl = tmp_path / "curl"
+    curl.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -c "import sys; print(sys.argv[1:])" "$@"\n')
+    curl.chmod(0o755)
+    environ = {
+        "variable": {"SGLANG_API_KEY": KEY, "SGLANG_API_KEY_FILE": "/nowhere"},
+        "file": {"SGLANG_API_KEY_FILE": str(tmp_path / "a key")},
+        "another variable": {"SGLANG_API_KEY": "of-another-server"},
+    }.get(where, {})
+    words = ["--config", str(tmp_path / "server.yaml")] if where == "config" else ["--mem", "1", "--api-key", KEY]
+    header = api_key.header(words, environ)
+    told = serve.what_to_try("http://127.0.0.1:31234", "m", header)
+    assert KEY not in told
+    tried, info = (line for line in told.splitlines() if "curl" in line)
+    assert ("export SGLANG_API_KEY=..." in told) is (where not in ("variable", "file"))
+    for line in (tried, info.partition(": ")[2]):
+        shell = {"PATH": f"{tmp_path}:/usr/bin:/bin", **environ}
+        if header[1]:
+            shell["SGLANG_API_KEY"] = KEY  # as that line asks
+        done = subprocess.run(["sh", "-c", line], env=shell, capture_output=True, text=True, check=True)
+        assert f"'Authorization: Bearer {KEY}'" in done.stdout
+
+
+@pytest.mark.parametrize("words", [[], ["--api-key="], ["--api-key", ""], ["--admin-api-key", "x"]])
+def test_the_lines_to_try_of_a_server_without_a_key(words: list[str]) -> None:
+    assert api_key.header(words, {"SGLANG_API_KEY": "of-another-server"}) == ("", "")
+    assert serve.what_to_try("http://127.0.0.1:31234", "m", ("", "")).startswith("Try:\n  curl -s http://")
 
 
 def test_the_line_to_try_is_a_valid_shell_command() -> None:

@@ -309,8 +309,12 @@ NAMESPACES = {"as root": ["--map-user=0"], "as nobody": ["--map-user=65534"], "a
 
 def trusted_there(namespace: list[str], path: Path, group: int = OWNER) -> str | None:
     """What `trust.distrusted` says in a real user namespace of OWNER."""
-    code = f"import sys; sys.path.insert(0, {str(Path(trust.__file__).parent)!r}); import trust; "
-    code += f"print(trust.distrusted({str(path)!r}))"
+    return said_there(namespace, f"trust.distrusted({str(path)!r})", group)
+
+
+def said_there(namespace: list[str], expression: str, group: int = OWNER) -> str | None:
+    """What an expression over module `trust` gives in a real user namespace of OWNER."""
+    code = f"import sys; sys.path.insert(0, {str(Path(trust.__file__).parent)!r}); import trust; print({expression})"
     python = shutil.which("python3", path="/usr/bin:/bin") or "python3"  # one that OWNER can reach
     command = ["unshare", "--user", *namespace, python, "-I", "-S", "-c", code]
     done = subprocess.run(command, user=OWNER, group=group, extra_groups=[], capture_output=True, text=True, cwd="/")
@@ -361,6 +365,30 @@ def test_a_user_namespace(namespace: list[str], reachable: Path) -> None:
     grouped = folder("grouped", OWNER, 0o775)
     os.chown(grouped, OWNER, OUTSIDER)
     assert "can write to" in (trusted_there(namespace, grouped) or "")
+
+
+@CAN_UNSHARE
+@pytest.mark.parametrize("namespace", NAMESPACES.values(), ids=NAMESPACES)
+def test_the_remedy_in_a_user_namespace_can_be_done_there(namespace: list[str]) -> None:
+    """What it names is trusted and can be made; "a folder of your own" need not be, and no owner can be changed."""
+    user = {"as root": 0}.get(next(name for name in NAMESPACES if NAMESPACES[name] is namespace), 65534)
+    remedy = said_there(namespace, "trust.folder_of_ones_own()")
+    assert remedy is not None
+    folder = remedy.rpartition(" ")[2]
+    assert folder == f"/var/tmp/sglang-patches-{user}"
+    assert trusted_there(namespace, Path(folder)) is None
+    made = said_there(
+        namespace, f"(trust.os.mkdir({folder!r}), trust.distrusted({folder!r}), trust.os.rmdir({folder!r}))"
+    )
+    assert made == "(None, None, None)"
+
+
+def test_the_remedy_outside_of_one_and_where_there_is_no_such_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trust, "_unnamed", lambda kind: None)
+    assert trust.folder_of_ones_own() == "a writable folder of your own"
+    monkeypatch.setattr(trust, "_unnamed", lambda kind: 65534)
+    monkeypatch.setattr(trust, "distrusted", lambda path: "not this user's")
+    assert "give the container a tmpfs" in trust.folder_of_ones_own()
 
 
 def test_a_user_namespace_that_has_a_nobody_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from sglang_patches.bench import readme
 from sglang_patches.bench.model import Result, Sample
 from sglang_patches.document import schema
+from sglang_patches.document.unnamed import unnamed
 from sglang_patches.errors import PatchError
 
 RESULT, SAMPLES, PLOT, README = "result.json", "samples.jsonl", "plot.png", "README.md"
@@ -66,14 +67,14 @@ def replace(file: Path, text: str) -> None:
 def dumps(result: Result) -> str:
     """`result.json` as text: strict JSON, a value a line so that versions of a file can be compared.
 
-    Libraries are told once (`schema.shared`).
+    Libraries are told once (`schema.shared`), and GPUs by a digest (`unnamed`).
     """
     turns = [
         turn.model_copy(update={"figures": {name: x for name, x in turn.figures.items() if math.isfinite(x)}})
         for turn in result.turns
     ]
     data = result.model_copy(update={"turns": turns}).model_dump(mode="json")
-    return json.dumps(schema.shared(_finite(data)), indent=1, allow_nan=False, ensure_ascii=False) + "\n"
+    return json.dumps(schema.shared(unnamed(_finite(data))), indent=1, allow_nan=False, ensure_ascii=False) + "\n"
 
 
 def _finite(value: Any) -> Any:

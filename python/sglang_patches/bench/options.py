@@ -169,10 +169,10 @@ def installed_series() -> series.Series:
 
 
 def typed() -> list[str]:
-    """The command that was typed, as a list of words, secrets masked."""
+    """The command that was typed, as a list of words, with the variables that steer it; secrets masked."""
     program = os.path.basename(sys.argv[0])
     words = ["sglang-patches", *sys.argv[1:]] if program in ("sglang-patches", "cli.py") else list(sys.orig_argv)
-    return secrets.command(words)
+    return secrets.again(words, os.environ)
 
 
 def shown(command: Sequence[str]) -> str:

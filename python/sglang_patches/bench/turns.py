@@ -15,6 +15,7 @@ from sglang_patches.bench.figures import figures, graph_share, outputs_sha256
 from sglang_patches.bench.model import Arm, Sample, Turn, Workload
 from sglang_patches.bench.workload import Prompts
 from sglang_patches.document import schema, secrets
+from sglang_patches.document.unnamed import unnamed
 from sglang_patches.errors import PatchError
 
 Say = Callable[[str], None]
@@ -140,7 +141,7 @@ def _attempt(setup: Setup, arm: Arm, index: int, block: int, log: Path, say: Say
 
 def _document(info: Mapping[str, Any]) -> schema.Document | None:
     found = (info.get("sglang_patches") or {}).get("document")
-    return schema.parse(found, "/server_info") if found else None
+    return schema.parse(unnamed(found), "/server_info") if found else None
 
 
 def _arguments(info: Mapping[str, Any]) -> dict[str, Any]:

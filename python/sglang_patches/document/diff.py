@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from sglang_patches.document import unnamed
 from sglang_patches.document.schema import Document, Machine, PatchState
 from sglang_patches.document.secrets import MASK
 
@@ -254,7 +255,7 @@ def _hardware(a: Document, b: Document) -> Iterator[Difference]:
     yield from told("the memory (GiB)", lambda m: round(m.memory_gib))
     yield from told("the kernel", lambda m: m.kernel)
     yield from told("the container", lambda m: m.container, matters=False)
-    yield from told("the GPUs' UUIDs", lambda m: sorted(gpu.uuid or "" for gpu in m.gpus), matters=False)
+    yield from told("the GPUs' UUIDs", lambda m: sorted(unnamed.name(gpu.uuid or "") for gpu in m.gpus), matters=False)
 
 
 def _of_each_gpu(machine: Machine, field: str) -> list[Any]:

@@ -84,7 +84,9 @@ class Gpu(_Part):
     """One GPU that the process may see. Clocks in MHz, power in W; null where the driver does not tell."""
 
     name: str
-    uuid: str | None = None
+    uuid: str | None = Field(
+        default=None, description="In results gpu: and a digest of it, which is the same for the same GPU."
+    )
     sm_clock: int | None = None
     memory_clock: int | None = None
     max_sm_clock: int | None = None

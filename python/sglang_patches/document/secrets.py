@@ -128,6 +128,30 @@ def command(arguments: Sequence[str]) -> list[str]:
     return out
 
 
+# Variables that make a command do something else. Of those in `_ALLOWED`, an image sets many for itself: they do not.
+_STEERS = re.compile(
+    r"SGLANG_PATCHES|(SGLANG|SGL|NCCL|FLASHINFER|TRITON|TORCHINDUCTOR|PYTORCH)_\w+|CUDA_VISIBLE_DEVICES|"
+    r"CUDA_DEVICE_ORDER|OMP_NUM_THREADS"
+)
+_PLACES = re.compile(r"\w+_(CACHE|CACHE_DIR|CACHE_DIRECTORY|HOME)|SGLANG_PATCHES_DIR")
+
+
+def again(arguments: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    """`command` with the variables that steer it in front, by ``env``: what a person has to type to do the same.
+
+    Left out are secrets, variables that only say where files are kept, and GPUs named by UUID.
+    """
+    from sglang_patches.document.unnamed import unnamed  # which needs `MASK`
+
+    told = environment({name: value for name, value in environ.items() if _STEERS.fullmatch(name)})
+    words = [
+        f"{name}={value}"
+        for name, value in told.items()
+        if MASK not in value and unnamed(value) == value and not _PLACES.fullmatch(name)
+    ]
+    return [*(["env", *words] if words else []), *command(arguments)]
+
+
 def environment(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables that may change what is computed or how fast, by name, without secrets."""
     return {

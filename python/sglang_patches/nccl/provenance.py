@@ -22,7 +22,8 @@ def code_sha256() -> str:
 
 
 def whole() -> dict[str, Any]:
-    """The provenance document of this environment (docs/provenance.md) with the libraries that torch loads.
+    """The provenance document of this environment (docs/provenance.md) with the libraries that torch loads; GPUs by a
+    digest, since this goes into results.
 
     Returns: ``document``, None where there can be none, and then ``no_document``, which says why: tuning needs neither
     upstream nor pydantic on the machine.
@@ -31,12 +32,13 @@ def whole() -> dict[str, Any]:
         import torch  # noqa: F401
     try:
         from sglang_patches.document import collect
+        from sglang_patches.document.unnamed import unnamed
         from sglang_patches.errors import PatchError
     except ImportError as error:
         return {"document": None, "no_document": f"the series engine does not import: {error}"}
     try:
         this = collect.process("environment", None, collect.on_disk())
-        return {"document": collect.document(this).model_dump(mode="json")}
+        return {"document": unnamed(collect.document(this).model_dump(mode="json"))}
     except PatchError as error:
         return {"document": None, "no_document": str(error).splitlines()[0]}
 

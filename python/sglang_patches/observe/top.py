@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import json
 import os
 import select
@@ -120,15 +121,17 @@ def _print_once(watches: Sequence[Watch], interval: float, as_document: bool, sv
     failed = [watch.error for watch in watches if watch.error is not None]
     if len(watches) == 1 and failed:
         raise failed[0]
+    if svg is not None:
+        drawn = Console(record=True, file=io.StringIO())
+        drawn.print(_shown(watches, drawn.width))
+        drawn.save_svg(str(svg), title="sglang-patches top", unique_id="top")
     if as_document:
         told = [None if watch.found is None else as_json(watch.found) for watch in watches]
         whole = told[0] if len(watches) == 1 else dict(zip([watch.url for watch in watches], told, strict=True))
         typer.echo(json.dumps(whole, indent=2))
         return
-    console = Console(record=svg is not None)
+    console = Console()
     console.print(_shown(watches, console.width))
-    if svg is not None:
-        console.save_svg(str(svg), title="sglang-patches top", unique_id="top")
 
 
 def _watch(watches: Sequence[Watch], interval: float) -> None:

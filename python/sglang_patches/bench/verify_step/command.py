@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -119,7 +120,7 @@ def verify_step(
             captured=captured,
             attention_backend=attention_backend,
             extra=list(server or []),
-            command=secrets.command(["sglang-patches", "bench", "verify-step", *_own_words(sys.argv)]),
+            command=secrets.again(["sglang-patches", "bench", "verify-step", *_own_words(sys.argv)], os.environ),
         )
         records = journal.read(folder)
         _check_same(records, chosen, engines)

@@ -108,6 +108,7 @@ def provenance(bench: Bench) -> tuple[dict[str, Any] | None, str]:
 
     from sglang_patches.document import collect
     from sglang_patches.document.schema import Process
+    from sglang_patches.document.unnamed import unnamed
 
     try:
         document = collect.document(
@@ -116,7 +117,7 @@ def provenance(bench: Bench) -> tuple[dict[str, Any] | None, str]:
         scheduler = bench.told().get("process")
         if scheduler:
             document.processes.append(Process.model_validate(scheduler))
-        return document.model_dump(), ""
+        return unnamed(document.model_dump()), ""
     except Exception as error:  # whatever it is, times were measured, and the reason is told with them
         return None, f"{type(error).__name__}: {error}"
 

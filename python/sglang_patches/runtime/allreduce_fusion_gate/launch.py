@@ -93,6 +93,23 @@ def record(fusion: str | None, asked: str, verdict: Verdict, explicit: bool, gro
     )
 
 
+def without_workspace() -> None:
+    """Told by the process that told `record`: the fusion that was left on is not on, upstream has no workspace."""
+    told = _outcome.outcomes().get(PATCH, {})
+    if told.get("fusion", "off") == "off":
+        return
+    figures = {name: told[name] for name in ("asked", "explicit", "group", "sm")}
+    _outcome.record(
+        PATCH,
+        "failed",
+        f"fused all-reduce ({told['fusion']}) was left on, but upstream could not make a workspace for it, and sums "
+        "without it",
+        **figures,
+        fusion="off",
+        remedy="see upstream's warning above this line",
+    )
+
+
 def _no_concern(cfg: Any, asked: str | None) -> str:
     if asked is None:
         if cfg.enforce_disable_flashinfer_allreduce_fusion:

@@ -145,7 +145,8 @@ def settle(places: Mapping[int, Place], verdict: Verdict) -> None:
 
 
 def only_if_agreed(initialize: Callable[..., None]) -> Callable[..., None]:
-    """Decorate ``FlashInferWorkspaceManager.initialize``: where the ranks refused, nothing makes a workspace.
+    """Decorate ``FlashInferWorkspaceManager.initialize``: where the ranks refused, nothing makes a workspace; where
+    upstream could not make it, that is told.
 
     The arguments already say so to all but models that make one of their own. All ranks come to the same answer, since
     they agreed on it; upstream takes a manager without a workspace for one that could not be made.
@@ -155,6 +156,8 @@ def only_if_agreed(initialize: Callable[..., None]) -> Callable[..., None]:
     def initialized(self: Any, *arguments: Any, **named: Any) -> None:
         if not _Process.refused:
             initialize(self, *arguments, **named)
+            if not self.initialized:
+                launch.without_workspace()
             return
         logger.warning("sglang-patches: %s: no workspace is made: %s", launch.PATCH, _Process.refused)
 

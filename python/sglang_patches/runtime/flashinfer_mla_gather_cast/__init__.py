@@ -35,6 +35,7 @@ class Shared:
         out: ``[rows, 1, dim]`` of the query's type, the static buffer.
         limit: pages; a step that reads more casts all.
         totals: int64 ``[3]`` on the device, see `pages.plan`.
+        used: a forward was planned. A backend may be made and never asked: beside another for prefill or decode.
     """
 
     key: tuple[str, torch.dtype, Shape]
@@ -43,6 +44,7 @@ class Shared:
     limit: int
     totals: torch.Tensor
     measured: crossover.Crossover
+    used: bool = False
 
 
 @dataclass
@@ -62,7 +64,8 @@ _shared: dict[tuple[str, torch.dtype, Shape], Shared] = {}
 
 
 def prepare(backend: Any, model_runner: Any) -> None:
-    """In a backend's ``__init__``, once it knows its pool: decide, allocate, measure; told as outcome.
+    """In a backend's ``__init__``, once it knows its pool: decide, allocate, measure; told as outcome, ``applied`` with
+    the first `plan`.
 
     Raises:
         ValueError: ``SGLANG_PATCHES_GATHER_CAST_LIMIT`` is no share. Any other failure leaves upstream's path.
@@ -137,10 +140,12 @@ def _share(pool: Any, dtype: torch.dtype, asked: float | None) -> Shared:
 
 def _tell(shared: Shared) -> None:
     shape = shared.shape
+    used = any(other.used for other in _shared.values())
+    how = f"up to {shared.limit} of {shape.pages} pages are gathered, beyond that the whole pool is cast"
     _outcome.record(
         PATCH,
-        "applied",
-        f"up to {shared.limit} of {shape.pages} pages are gathered, beyond that the whole pool is cast",
+        "applied" if used else "not needed",
+        how if used else f"no forward has reached this attention backend yet; then {how}",
         pool_rows=shape.rows,
         page_rows=shape.page,
         buffer_mib=round(shared.out.nbytes / 2**20, 1),
@@ -171,6 +176,9 @@ def plan(backend: Any, wrapper: Any, kv_indptr: torch.Tensor, kv_indices: torch.
     if prepared is None or again:
         return
     shared = prepared.shared
+    if not shared.used:
+        shared.used = True
+        _tell(shared)
     if not wrapper._use_cuda_graph:
         into = Pages.empty(shared.shape, shared.out.device)
     else:

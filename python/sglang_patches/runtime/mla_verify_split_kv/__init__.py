@@ -27,6 +27,9 @@ __all__ = ["fills_verify_hook"]
 VARIABLE, MODES = "SGLANG_PATCHES_MLA_VERIFY", ("auto", "on", "off")
 SPLITS_VARIABLE, SPLITS_MOST = "SGLANG_PATCHES_MLA_VERIFY_SPLITS", 512
 
+# Of a model runner: the workspace of its backends.
+_WORKSPACE = "_sglang_patches_verify_workspace"
+
 backends = Backends()
 
 logger = logging.getLogger("sglang_patches")
@@ -95,18 +98,24 @@ def _fill(backend: Any, model_runner: Any) -> None:
             cores=max(1, backend.device_core_count),
             device=model_runner.device,
             override=override,
+            shared=vars(model_runner).get(_WORKSPACE),
+            more_tokens=_most_tokens(),
         )
     except torch.OutOfMemoryError as error:
         backends.record(seen.tokens, "failed", f"no memory for its workspace: {error}", reason="memory")
         return
+    # One for all backends of a model runner. Those of `--speculative-adaptive`, one a number of draft steps, are used
+    # in turn. The halves of two-batch overlap are queued in turn by one thread on one stream, which replays all graphs
+    # too. So no call begins between the two kernels of another. PD multiplexing runs two forwards; one verifies.
+    setattr(model_runner, _WORKSPACE, run.workspace)
     if wrong := _wrong(run, backend.num_head, seen):
         logger.error("sglang-patches: %s: verify stays with upstream's extend kernel: %s", PATCH, wrong)
         backends.record(seen.tokens, "failed", wrong, reason="failed")
         return
     backend.use_verify_shared_kv = True
-    backend.verify_shared_kv_fwd = torch.compiler.disable(Hook(run, seen.tokens).__call__)
     tile, launched = run.plan(1, seen.tokens * backend.num_head, seen.width)
-    backends.record(
+    applied = functools.partial(
+        backends.record,
         seen.tokens,
         "applied",
         "verify splits the context",
@@ -115,6 +124,20 @@ def _fill(backend: Any, model_runner: Any) -> None:
         splits_launched_at_batch_1=launched,
         workspace_mib=round(run.workspace.numel() * 4 / 2**20, 1),
     )
+    if seen.prefill_node:
+        why = "a prefill node verifies nothing until its role is switched"
+        backends.record(seen.tokens, "not needed", why, reason="prefill_node")
+    else:
+        applied()
+    hook = Hook(run, seen.tokens, first=applied if seen.prefill_node else None)
+    backend.verify_shared_kv_fwd = torch.compiler.disable(hook.__call__)
+
+
+def _most_tokens() -> int:
+    """Draft tokens that some backend of this server may be made for, as far as kernels here take them."""
+    from sglang.srt.runtime_context import max_speculative_num_draft_tokens
+
+    return min(max_speculative_num_draft_tokens() or 0, gate.TOKENS[1])
 
 
 def _wrong(run: Any, heads: int, seen: gate.Facts) -> str:
@@ -142,10 +165,11 @@ class Hook:
     Args:
         run: as `launch.SplitVerify`.
         tokens: draft tokens that its backend was made for.
+        first: called once, after the first verify that it serves.
     """
 
-    def __init__(self, run: Any, tokens: int) -> None:
-        self.run, self.tokens = run, tokens
+    def __init__(self, run: Any, tokens: int, first: Callable[[], None] | None = None) -> None:
+        self.run, self.tokens, self.first = run, tokens, first
         self.failed = False
 
     def __call__(
@@ -209,6 +233,9 @@ class Hook:
                 backends.record(self.tokens, "failed", f"{type(error).__name__}: {error}", reason="failed")
                 self.failed, reason = True, "failed"
         backends.count(self.tokens, "split_kv" if reason is None else f"extend:{reason}")
+        if reason is None and self.first is not None:
+            self.first()
+            self.first = None
         return reason is None
 
     def _reason(self, q: torch.Tensor, *tensors: Any, **options: Any) -> str | None:

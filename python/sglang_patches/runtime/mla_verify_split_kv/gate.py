@@ -6,13 +6,15 @@ Reasons are stable names, counted and told in ``/server_info``; the sentences be
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 # Algorithms whose drafts of topk 1 are a chain; the mask is not looked at, because that would wait for the GPU.
 CHAINS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
 TOKENS = (2, 16)
+# Upstream's name of the attention backend that has the hook.
+BACKEND = "triton"
 MAX_WIDTH, MAX_ROPE = 512, 64
 COMPUTE: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -20,7 +22,12 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 @dataclass(frozen=True)
 class Facts:
-    """What decides for a whole server. ``capability`` is None without an NVIDIA GPU."""
+    """What decides for a whole server. ``capability`` is None without an NVIDIA GPU.
+
+    Attributes:
+        verifier: name of the attention backend that verifies where it is another than this one, else "".
+        prefill_node: of a disaggregated server, which verifies nothing; "switchable" where it may become a decode node.
+    """
 
     capability: tuple[int, int] | None
     algorithm: str | None
@@ -34,6 +41,8 @@ class Facts:
     dcp_size: int
     deterministic: bool
     upstream_serves: bool
+    verifier: str = ""
+    prefill_node: Literal["", "fixed", "switchable"] = ""
 
 
 def facts(backend: Any, model_runner: Any) -> Facts:
@@ -53,7 +62,30 @@ def facts(backend: Any, model_runner: Any) -> Facts:
         dcp_size=backend.dcp_size,
         deterministic=backend.enable_deterministic,
         upstream_serves=backend.use_verify_shared_kv or backend.use_verify_splitkv,
+        verifier=verifier(model_runner),
+        prefill_node=prefill_node(),
     )
+
+
+def verifier(model_runner: Any) -> str:
+    """As in `Facts`: upstream composes a backend of two (``HybridAttnBackend``) where prefill and decode have others,
+    and ``--speculative-attention-mode`` says which of the two verifies."""
+    from sglang.srt.runtime_context import get_spec
+
+    prefill, decode = model_runner.prefill_attention_backend_str, model_runner.decode_attention_backend_str
+    if prefill == decode:
+        return ""
+    verifies: str = decode if get_spec().speculative_attention_mode == "decode" else prefill
+    return "" if verifies == BACKEND else verifies
+
+
+def prefill_node() -> Literal["", "fixed", "switchable"]:
+    """As in `Facts`."""
+    from sglang.srt.runtime_context import get_disagg
+
+    if get_disagg().disaggregation_mode != "prefill":
+        return ""
+    return "switchable" if get_disagg().enable_pd_role_switch else "fixed"
 
 
 def capability(model_runner: Any) -> tuple[int, int] | None:
@@ -68,6 +100,12 @@ def server_reason(seen: Facts) -> tuple[str, str] | None:
     low, high = TOKENS
     checks = (
         (seen.algorithm is None, "no_speculation", "the server does not speculate"),
+        (
+            bool(seen.verifier),
+            "other_backend",
+            f"{seen.verifier} verifies, not {BACKEND}, by --speculative-attention-mode",
+        ),
+        (seen.prefill_node == "fixed", "prefill_node", "a prefill node verifies nothing"),
         (seen.upstream_serves, "upstream", "upstream's own split verify kernel runs here"),
         (
             seen.algorithm not in CHAINS,

@@ -101,7 +101,7 @@ def splits(batch: int, rows: int, width: int, tile: Tiles, cores: int, override:
 
 
 class SplitVerify:
-    """Verify attention for one attention backend; owns the workspace that its captured graphs point at.
+    """Verify attention for one attention backend; keeps the workspace that its captured graphs point at.
 
     Args:
         max_batch: requests that a batch can have.
@@ -111,6 +111,8 @@ class SplitVerify:
         cores: multiprocessors of the GPU.
         override: splits to launch, whatever the batch; 1 or more.
         tile: in place of `tiles`, to measure.
+        shared: a workspace that is used where it is large enough, see `workspaces`.
+        more_tokens: draft tokens of backends still to come, for which a new workspace is to have room too.
     """
 
     def __init__(
@@ -124,12 +126,21 @@ class SplitVerify:
         device: torch.device | str,
         override: int | None = None,
         tile: Tiles | None = None,
+        shared: torch.Tensor | None = None,
+        more_tokens: int = 0,
     ) -> None:
         self.cores, self.override, self.tile, self.memory = cores, override, tile, shared_memory(device)
         self.room = room(device)
-        needs = [self.numbers(batch, max_tokens * heads, width) for batch in range(1, max_batch + 1)]
+
+        def wanted(tokens: int) -> int:
+            needs = [self.numbers(batch, tokens * heads, width) for batch in range(1, max_batch + 1)]
+            return max((need for need in needs if need * 4 <= WORKSPACE_LIMIT), default=0)
+
+        if shared is not None and shared.numel() >= wanted(max_tokens):
+            self.workspace = shared
+            return
         # Allocated now and kept: a captured graph must find it at the same place.
-        size = max((need for need in needs if need * 4 <= WORKSPACE_LIMIT), default=0)
+        size = max(wanted(max_tokens), wanted(more_tokens) if more_tokens else 0)
         self.workspace = torch.empty(size, dtype=torch.float32, device=device)
 
     def plan(self, batch: int, rows: int, width: int) -> tuple[Tiles, int]:

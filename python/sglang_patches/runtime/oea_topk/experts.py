@@ -26,12 +26,17 @@ class Experts:
 
     Each is added up over layers and passes in which the rule held: different experts of the batch's real tokens, those
     that upstream's top-k would have had, and how many layers that were.
+
+    They only grow. What start-up's forwards came to before `begin` is kept beside them and taken off, not set to zero:
+    a copy of them may be under way, on another stream.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._counts: dict[torch.device, torch.Tensor] = {}
         self._places: dict[tuple[torch.device, str], torch.Tensor] = {}
+        # What was there at `begin`, and an event behind its copy; no event on a CPU.
+        self._before: dict[torch.device, tuple[torch.Tensor, Any]] = {}
         self._copies: dict[torch.device, tuple[torch.Tensor, Any]] = {}
         self._known: dict[torch.device, list[list[int]]] = {}
         self._next = 0.0
@@ -49,22 +54,32 @@ class Experts:
         return place
 
     def begin(self) -> None:
-        """The first captured graph is about to run: what was counted until now were forwards before captures."""
-        if not self._begun:
-            self._begun = True
-            for counts in self._counts.values():
-                counts.zero_()
+        """The first captured graph is about to run, or the first step was served: what was counted until now were
+        start-up's forwards. Waits for nothing."""
+        if self._begun:
+            return
+        self._begun = True
+        for device, counts in self._counts.items():
+            before, done = counts.clone(), None
+            if device.type != "cpu":
+                done = torch.cuda.Event()
+                done.record()
+            self._before[device] = before, done
 
     def figures(self) -> dict[str, dict[str, int]]:
         """By phase, as they are now. Waits for what is queued on the current stream, so it is for ``/server_info``."""
-        return dict(_named([counts.tolist() for counts in self._counts.values()]))
+        for _, done in self._before.values():
+            if done is not None:
+                done.synchronize()
+        return dict(_named([self._since(device).tolist() for device in self._counts]))
 
     def export(self, labels: Any) -> None:
-        """Bring the metrics up to date, a second behind: waits for nothing.
+        """Bring the metrics up to date, a second behind: waits for nothing. The first call only begins.
 
         Args:
             labels: upstream's own, from its metrics collector.
         """
+        self.begin()
         if not self._counts or self._clock() < self._next:
             return
         self._next = self._clock() + _EVERY_S
@@ -73,12 +88,19 @@ class Experts:
             self._experts.export([((phase, name), told[name]) for name in ("loaded", "upstream")], labels)
             self._layers.export([((phase,), told["layers"])], labels)
 
+    def _since(self, device: torch.device) -> torch.Tensor:
+        """The counts since `begin`."""
+        counts = self._counts[device]
+        return counts - self._before[device][0] if device in self._before else counts
+
     def _read(self) -> None:
         """What the last copy brought, and the next copy."""
         for device, counts in self._counts.items():
             if device.type == "cpu":
-                self._known[device] = counts.tolist()
+                self._known[device] = self._since(device).tolist()
                 continue
+            if device in self._before and not self._before[device][1].query():
+                continue  # it is on the stream of forwards, this is on another
             if device not in self._copies:
                 self._copies[device] = (
                     torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True),
@@ -89,7 +111,7 @@ class Experts:
                     continue
                 self._known[device] = self._copies[device][0].tolist()
             copy, done = self._copies[device]
-            copy.copy_(counts, non_blocking=True)
+            copy.copy_(self._since(device), non_blocking=True)
             done.record()
 
 
