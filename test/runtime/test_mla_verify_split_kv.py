@@ -22,6 +22,7 @@ from split_verify import SHAPES
 
 from sglang_patches.runtime import _outcome
 from sglang_patches.runtime import mla_verify_split_kv as patch
+from sglang_patches.runtime._split_kv import check, plan, settings
 from sglang_patches.runtime.mla_verify_split_kv import gate, launch
 from sglang_patches.runtime.mla_verify_split_kv.kernels import attend_splits
 
@@ -47,7 +48,7 @@ KIMI_ON_H200 = gate.Facts(
 def nothing_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_outcome, "_recorded", {})
     monkeypatch.setattr(_outcome, "_suppliers", {})
-    monkeypatch.setattr(patch, "backends", patch.Backends())
+    monkeypatch.setattr(patch, "backends", patch.Backends(patch.PATCH))
 
 
 def written(part: str, folder: Path) -> Any:
@@ -105,7 +106,7 @@ class Writes:
 )
 def test_kernels_that_are_wrong_here_are_not_used(run: Writes, told: str) -> None:
     seen = replace(KIMI_ON_H200, width=64, rope=16)
-    wrong = patch._wrong(run, 8, seen)
+    wrong = check.wrong(lambda: patch._difference(run, 8, seen))
     assert wrong.startswith(told)
     assert bool(wrong) == bool(told)
     assert run.ran == bool(run.requests)
@@ -128,7 +129,7 @@ def test_other_types_round_only(kernels: Any, dtype: str, error: float) -> None:
     ],
     ids=str,
 )
-def test_kernels_compile_and_take_the_shared_memory_they_say(tile: launch.Tiles, sm: int, cache: str) -> None:
+def test_kernels_compile_and_take_the_shared_memory_they_say(tile: plan.Tiles, sm: int, cache: str) -> None:
     """For Kimi-K2.5 on a TP-8 rank."""
     numbers = {"scale", "k_scale", "v_scale"}
     pointers = {"Q": "bf16", "Extend": "bf16", "Cache": cache, "Partial": "fp32", "Lse": "fp32"}
@@ -377,7 +378,7 @@ def test_splits_follow_from_batch_and_gpu() -> None:
     """One H200 (132 multiprocessors), 4 draft tokens and 8 heads: twice what runs at once, within limits."""
 
     def launched(batch: int, rows: int = 32, override: int | None = None) -> int:
-        return launch.splits(batch, rows, 512, launch.tiles(rows, 232_448), 132, override)
+        return plan.splits(batch, rows, 512, launch.tiles(rows, 232_448), 132, override)
 
     assert [launched(batch) for batch in (1, 2, 4, 16, 32, 128)] == [128, 128, 66, 17, 9, 8]
     assert launched(4, rows=128) == 33
@@ -395,7 +396,7 @@ def test_the_workspace_holds_every_batch_within_its_limit() -> None:
     assert all(kimi.fits(batch, 32, 512) for batch in range(1, 49))
     assert kimi.workspace.numel() * 4 < 40 * 2**20
     large = make(1024, 4, 64)
-    assert large.workspace.numel() * 4 <= launch.WORKSPACE_LIMIT
+    assert large.workspace.numel() * 4 <= plan.WORKSPACE_LIMIT
     assert large.fits(256, 256, 512)
     assert not large.fits(1024, 256, 512)
 
@@ -408,10 +409,10 @@ def test_tiles_follow_from_rows_and_shared_memory() -> None:
     assert tiles["SM 80"] == [small, middle, middle, middle]
     assert tiles["SM 90"] == [small, middle, large, large]
     assert launch.tiles(64, 0) is small
-    assert launch.shared_memory("cpu") == launch.LEAST_SHARED_MEMORY
+    assert plan.shared_memory("cpu") == plan.LEAST_SHARED_MEMORY
     # A multiprocessor of SM 86, 89 and 120 has 100 KiB, of SM 80 164, of SM 90 228.
-    assert [launch.fitted(small, kib * 1024).resident for kib in (100, 164, 228)] == [1, 2, 2]
-    assert launch.fitted(large, 164 * 1024).resident == 1
+    assert [plan.fitted(small, kib * 1024).resident for kib in (100, 164, 228)] == [1, 2, 2]
+    assert plan.fitted(large, 164 * 1024).resident == 1
 
 
 def test_a_batch_beyond_the_workspace_is_refused() -> None:
@@ -423,24 +424,24 @@ def test_a_batch_beyond_the_workspace_is_refused() -> None:
 
 
 def test_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (patch.VARIABLE, patch.SPLITS_VARIABLE):
+    splits = f"{patch.VARIABLE}_SPLITS"
+    for name in (patch.VARIABLE, splits):
         monkeypatch.delenv(name, raising=False)
-    assert (patch.mode(), patch.split_override()) == ("auto", None)
-    monkeypatch.setenv(patch.SPLITS_VARIABLE, "16")
-    assert patch.split_override() == 16
+    assert (settings.mode(patch.VARIABLE), settings.split_override(splits)) == ("auto", None)
+    monkeypatch.setenv(splits, "16")
+    assert settings.split_override(splits) == 16
     for wrong in ("0", "-1", "many", "513"):
-        monkeypatch.setenv(patch.SPLITS_VARIABLE, wrong)
+        monkeypatch.setenv(splits, wrong)
         with pytest.raises(ValueError, match=rf"SGLANG_PATCHES_MLA_VERIFY_SPLITS='{wrong}' is no whole number from 1"):
-            patch.split_override()
+            settings.split_override(splits)
     monkeypatch.setenv(patch.VARIABLE, "yes")
     with pytest.raises(ValueError, match="SGLANG_PATCHES_MLA_VERIFY='yes' is not known; it can be auto, on, off"):
-        patch.mode()
+        settings.mode(patch.VARIABLE)
 
 
 def test_a_server_whose_kernels_are_wrong_verifies_as_upstream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate, "capability", lambda model_runner: (8, 6))
     monkeypatch.setattr(patch.check, "difference", lambda run, **sizes: 0.3)
-    monkeypatch.setattr(patch, "backends", patch.Backends())
     (backend,) = adaptive(3)
     assert (backend.use_verify_shared_kv, backend.verify_shared_kv_fwd) == (False, None)
     told = _outcome.outcomes()[patch.PATCH]

@@ -1,4 +1,4 @@
-"""What is told in ``/server_info``: of a server, and of each of its attention backends.
+"""What is told in ``/server_info``: of a server, and of each of its attention backends; and the way back to upstream.
 
 Under ``--speculative-adaptive`` upstream makes a backend for each number of draft steps; one may split where another
 cannot (a single token is no verify), and one may fail alone.
@@ -6,26 +6,31 @@ cannot (a single token is no verify), and one may fail alone.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_patches.runtime import _outcome
 
-PATCH = "mla-verify-split-kv"
+logger = logging.getLogger("sglang_patches")
+
 # The worst that some backend came to is what is told of all.
 _ORDER: tuple[_outcome.Result, ...] = ("not needed", "applied", "failed")
 
 
 @dataclass
 class Backends:
-    """The target's attention backends of this process that verify, by their draft tokens.
+    """Attention backends of this process that a patch makes split the context, by their draft tokens.
 
     Attributes:
-        calls: of verify attention, by what served them: "split_kv", or "extend:" and the reason. A call is a layer of a
-            forward that runs in Python: under CUDA graphs those of capture, not of replay.
+        patch: its name.
+        calls: of the attention that it takes over, by what served them: "split_kv", or "extend:" and the reason. A call
+            is a layer of a forward that runs in Python: under CUDA graphs those of capture, not of replay.
     """
 
+    patch: str
     outcomes: dict[int, dict[str, Any]] = field(default_factory=dict)
     calls: dict[int, Counter[str]] = field(default_factory=dict)
 
@@ -55,17 +60,53 @@ class Backends:
         return told
 
     def _tell(self) -> None:
-        _outcome.live_figures(PATCH, self.figures)
+        _outcome.live_figures(self.patch, self.figures)
         worst = max(self.outcomes.values(), key=lambda outcome: _ORDER.index(outcome["result"]))
         if len(self.outcomes) == 1:
-            _outcome.record(PATCH, **worst)
+            _outcome.record(self.patch, **worst)
             return
         details = "; ".join(
             f"{tokens} draft tokens: {self.outcomes[tokens]['detail']}" for tokens in sorted(self.outcomes)
         )
         # Figures of a backend are only right beside its draft tokens, in `by_draft_tokens`.
-        _outcome.record(PATCH, worst["result"], details)
+        _outcome.record(self.patch, worst["result"], details)
 
 
 def _sorted(counts: Counter[str]) -> dict[str, int]:
     return dict(sorted(counts.items()))
+
+
+class Served:
+    """Attention of one backend, by split kernels where they can; counts what served it.
+
+    Args:
+        backends: where that is told.
+        tokens: draft tokens that the backend was made for.
+        what: the attention that upstream's extend kernel goes on with, should ours fail; for people.
+    """
+
+    def __init__(self, backends: Backends, tokens: int, what: str) -> None:
+        self.backends, self.tokens, self.what = backends, tokens, what
+        self.failed = False
+
+    def __call__(self, reason: Callable[[], str | None], run: Callable[[], None]) -> bool:
+        """True says that ``run`` wrote the output.
+
+        Args:
+            reason: why this call goes to upstream's kernel; None if it does not.
+            run: launches the split kernels.
+        """
+        why = "failed" if self.failed else reason()
+        if why is None:
+            try:
+                run()
+            except Exception as error:
+                # The first call is eager, in warm-up: a kernel that does not compile or fit fails there, and upstream's
+                # writes the same output.
+                logger.exception(
+                    "sglang-patches: %s: %s goes on with upstream's extend kernel", self.backends.patch, self.what
+                )
+                self.backends.record(self.tokens, "failed", f"{type(error).__name__}: {error}", reason="failed")
+                self.failed, why = True, "failed"
+        self.backends.count(self.tokens, "split_kv" if why is None else f"extend:{why}")
+        return why is None
