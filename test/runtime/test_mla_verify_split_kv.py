@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-import triton
+from split_compile import compiled
 from split_verify import SHAPES
 
 from sglang_patches.runtime import _outcome
@@ -131,32 +131,9 @@ def test_other_types_round_only(kernels: Any, dtype: str, error: float) -> None:
 )
 def test_kernels_compile_and_take_the_shared_memory_they_say(tile: plan.Tiles, sm: int, cache: str) -> None:
     """For Kimi-K2.5 on a TP-8 rank."""
-    numbers = {"scale", "k_scale", "v_scale"}
-    pointers = {"Q": "bf16", "Extend": "bf16", "Cache": cache, "Partial": "fp32", "Lse": "fp32"}
-    pointers |= {"indptr": "i32", "indices": "i64"}
-    constants = {"L": 4, "H": 8, "DV": 512, "PE": 64, "BLOCK_DV": 512, "BLOCK_PE": 64, "BLOCK_L": 16, "MIN_CHUNK": 64}
-    constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
-    names = attend_splits.arg_names
-    types = {
-        name: "constexpr"
-        if name in constants
-        else f"*{pointers[name]}"
-        if name in pointers
-        else "fp32"
-        if name in numbers
-        else "i32"
-        for name in names
-    }
-    aligned = [name for name in names if name in pointers or name.startswith("stride")]
-    source = triton.compiler.ASTSource(
-        attend_splits,
-        types,
-        {(names.index(name),): value for name, value in constants.items()},
-        {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
-    )
-    target = triton.backends.compiler.GPUTarget("cuda", sm, 32)
-    options = {"num_warps": tile.warps, "num_stages": tile.stages}
-    made = triton.compile(source, target=target, options=options)
+    pointers = {"Q": "bf16", "Extend": "bf16", "Cache": cache}
+    constants = {"L": 4, "H": 8, "DV": 512, "PE": 64, "BLOCK_DV": 512, "BLOCK_PE": 64}
+    made = compiled(attend_splits, pointers, constants, tile, sm)
     assert len(made.asm["cubin"]) > 1000
     assert made.metadata.shared <= tile.memory
 
