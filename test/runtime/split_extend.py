@@ -117,23 +117,13 @@ def call(given: dict[str, Any], **scales: float) -> torch.Tensor:
     )
     run.workspace.fill_(float("nan"))
     out = torch.full((batch * shape.tokens, shape.heads, shape.width), float("nan"), dtype=given["tensors"][0].dtype)
-    served = patch.Hook(run, shape.tokens)(
-        *given["tensors"],
-        out,
-        *given["caches"],
-        torch.tensor(given["begins"], dtype=torch.int32),
-        torch.cat([given["slots"], torch.zeros(50, dtype=torch.int64)]),
-        tokens=shape.tokens,
-        scale=given["scale"],
-        mask=None,
-        score_mod=None,
-        sinks=None,
-        sliding_window_size=-1,
-        logit_cap=0.0,
-        temperature_len=-1,
-        is_causal=True,
-        **({"k_scale": 1.0, "v_scale": 1.0} | scales),
-    )
+    tensors: list[Any] = [*given["tensors"], out, *given["caches"]]
+    tensors += [torch.tensor(given["begins"], dtype=torch.int32)]
+    tensors += [torch.cat([given["slots"], torch.zeros(50, dtype=torch.int64)])]
+    options: dict[str, Any] = {"k_scale": 1.0, "v_scale": 1.0} | scales
+    options |= {"mask": None, "score_mod": None, "sinks": None, "sliding_window_size": -1, "logit_cap": 0.0}
+    options |= {"temperature_len": -1, "is_causal": True, "tokens": shape.tokens, "scale": given["scale"]}
+    served = patch.Hook(run, shape.tokens)(*tensors, **options)
     assert served, (patch.backends.figures(), _outcome.outcomes().get(patch.PATCH))
     return out
 
@@ -145,9 +135,9 @@ def kernels() -> dict[Any, Any]:
         given = problem(name)
         found[name] = {"split": call(given), "reference": reference(given)}
     given = problem("one long among short")
-    scales = {"k_scale": 0.5, "v_scale": 3.0}
+    scales: dict[str, Any] = {"k_scale": 0.5, "v_scale": 3.0}
     found["scaled cache"] = {"split": call(given, **scales), "reference": reference(given, **scales)}
-    tensors = (*given["tensors"], *given["caches"], given["slots"], given["begins"])
+    tensors: list[Any] = [*given["tensors"], *given["caches"], given["slots"], given["begins"]]
     found["float32 of the check"] = {
         "split": split_check.attention(*tensors, scale=given["scale"], **scales),
         "reference": reference(given, **scales),
@@ -237,7 +227,7 @@ def backend() -> dict[Any, Any]:
         draft.attn_backend = TritonAttnBackend(draft)
         extend("triton")
         # As on a GPU, as far as the gate looks. Each launched program costs the interpreter 10 ms.
-        os.environ[f"{patch.VARIABLE}_SPLITS"] = "3"
+        os.environ[patch.SPLITS_VARIABLE] = "3"
         gate.capability = lambda model_runner: (9, 0)
         needs.COMPUTE = (torch.float32,)  # the type this draft computes in
         draft.attn_backend = TritonAttnBackend(draft)

@@ -177,7 +177,7 @@ def backend() -> dict[Any, Any]:
         runner.attn_backend = TritonAttnBackend(runner)
         found["on a CPU"] = (runner.attn_backend.use_verify_shared_kv, _outcome.outcomes()[patch.PATCH])
         # As on a GPU, as far as the gate looks. Each launched program costs the interpreter 10 ms.
-        os.environ[f"{patch.VARIABLE}_SPLITS"] = "3"
+        os.environ[patch.SPLITS_VARIABLE] = "3"
         gate.capability = lambda model_runner: (9, 0)
         needs.COMPUTE = (torch.float32,)  # the type this target computes in
         runner.attn_backend = TritonAttnBackend(runner)

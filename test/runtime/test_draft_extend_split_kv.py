@@ -181,7 +181,12 @@ def zeros(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 
 def extend_call(hook: Any, mode: ForwardMode = ForwardMode.DRAFT_EXTEND_V2, **changes: Any) -> bool:
     """What upstream's ``forward_extend`` hands over for 3 requests of 4 new tokens, 8 heads that share 2 KV heads."""
-    given = {"caches": (zeros(50, 2, 16), zeros(50, 2, 24)), "tokens": 4, "mask": None, "temperature_len": -1} | changes
+    given: dict[str, Any] = {
+        "caches": (zeros(50, 2, 16), zeros(50, 2, 24)),
+        "tokens": 4,
+        "mask": None,
+        "temperature_len": -1,
+    } | changes
     k_cache, v_cache = given.pop("caches")
     backend = SimpleNamespace(
         token_to_kv_pool=SimpleNamespace(get_key_buffer=lambda layer: k_cache, get_value_buffer=lambda layer: v_cache),
@@ -197,7 +202,7 @@ def extend_call(hook: Any, mode: ForwardMode = ForwardMode.DRAFT_EXTEND_V2, **ch
         scaling=0.25,
         xai_temperature_len=given.pop("temperature_len"),
     )
-    call = {
+    call: dict[str, Any] = {
         "q": zeros(12, 8 * 16),
         "k": zeros(12, 2, 16),
         "v": zeros(12, 2, 24),

@@ -401,7 +401,7 @@ def test_a_batch_beyond_the_workspace_is_refused() -> None:
 
 
 def test_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    splits = f"{patch.VARIABLE}_SPLITS"
+    splits = patch.SPLITS_VARIABLE
     for name in (patch.VARIABLE, splits):
         monkeypatch.delenv(name, raising=False)
     assert (settings.mode(patch.VARIABLE), settings.split_override(splits)) == ("auto", None)

@@ -24,6 +24,7 @@ def start(
     refused: tuple[str, str] | None,
     *,
     variable: str,
+    splits_variable: str,
     what: str,
     heads: int,
     width: int,
@@ -34,7 +35,7 @@ def start(
 
     Args:
         refused: (reason, sentence) of the gate, if it refuses.
-        variable: the setting; that with ``_SPLITS`` at its end is the number of splits.
+        variable, splits_variable: the settings, of `settings.mode` and `settings.split_override`.
         what: the attention that is split, as the subject of a sentence.
         heads, width: query heads of the rank, numbers of a value.
         make: allocates; gets the number of splits that is set, if one is.
@@ -46,7 +47,7 @@ def start(
     if refused is not None:
         backends.record(tokens, "not needed", refused[1], reason=refused[0])
         return None
-    wanted, override = settings.mode(variable), settings.split_override(f"{variable}_SPLITS")
+    wanted, override = settings.mode(variable), settings.split_override(splits_variable)
     if wanted == "off":
         backends.record(tokens, "not needed", f"{variable}=off", reason="off")
         return None

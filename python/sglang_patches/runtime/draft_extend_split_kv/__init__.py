@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["attends", "prepare"]
 
 PATCH = "draft-extend-split-kv"
-VARIABLE = "SGLANG_PATCHES_DRAFT_EXTEND"
+VARIABLE, SPLITS_VARIABLE = "SGLANG_PATCHES_DRAFT_EXTEND", "SGLANG_PATCHES_DRAFT_EXTEND_SPLITS"
 # What `prepare` leaves on upstream's backend.
 ATTRIBUTE = "_sglang_patches_draft_extend"
 
@@ -59,6 +59,7 @@ def prepare(backend: Any, model_runner: Any) -> None:
         seen.tokens,
         gate.server_reason(seen),
         variable=VARIABLE,
+        splits_variable=SPLITS_VARIABLE,
         what="draft extend",
         heads=seen.heads,
         width=seen.width,

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["fills_verify_hook"]
 
 PATCH = "mla-verify-split-kv"
-VARIABLE = "SGLANG_PATCHES_MLA_VERIFY"
+VARIABLE, SPLITS_VARIABLE = "SGLANG_PATCHES_MLA_VERIFY", "SGLANG_PATCHES_MLA_VERIFY_SPLITS"
 
 backends = Backends(PATCH)
 
@@ -66,6 +66,7 @@ def _fill(backend: Any, model_runner: Any) -> None:
         seen.tokens,
         gate.server_reason(seen),
         variable=VARIABLE,
+        splits_variable=SPLITS_VARIABLE,
         what="verify",
         heads=backend.num_head,
         width=seen.width,
