@@ -21,19 +21,14 @@ from collections.abc import Callable
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from sglang_patches import provenance
+from sglang_patches.runtime._split_kv.plan import Tiles
 from sglang_patches.runtime.mla_verify_split_kv import check
-from sglang_patches.runtime.mla_verify_split_kv.launch import (
-    ROWS_16,
-    ROWS_32,
-    ROWS_64,
-    SplitVerify,
-    Tiles,
-)
+from sglang_patches.runtime.mla_verify_split_kv.launch import ROWS_16, ROWS_32, ROWS_64, SplitVerify
 
 HEADS, WIDTH, ROPE = 8, 512, 64
 BATCHES, CONTEXTS, TOKENS = (1, 4, 16), (1024, 8192, 32768), (2, 4, 8)
@@ -121,7 +116,16 @@ class Problem:
         )
 
 
-def timed(kernels: dict[str, Kernel], problem: Problem, rounds: int, flush: torch.Tensor) -> dict[str, Any]:
+class Cell(Protocol):
+    """What `timed` wants of a problem: its queries, where kernels write, and what they are to."""
+
+    q: torch.Tensor
+    out: torch.Tensor
+
+    def reference(self) -> torch.Tensor: ...
+
+
+def timed(kernels: dict[str, Kernel], problem: Cell, rounds: int, flush: torch.Tensor) -> dict[str, Any]:
     """Microseconds of each kernel, in turn, and its largest absolute error; or why it does not run."""
     reference = problem.reference()
     found: dict[str, Any] = {}

@@ -42,11 +42,12 @@ def code_sha256(patch: Patch) -> str:
 
 
 def shared_sha256() -> str:
-    """sha256 over code that patches run but no single patch owns: `runtime/_*.py`, what chooses NCCL settings, and what
-    reads draft checkpoints."""
+    """sha256 over code that patches run but no single patch owns: modules and packages `runtime/_*`, what chooses NCCL
+    settings, and what reads draft checkpoints."""
     chooses_nccl = [_RUNTIME.with_name("nccl") / f"{name}.py" for name in ("profile", "topology")]
     reads_drafts = sorted(_RUNTIME.with_name("draft").glob("*.py"))
-    files = [*sorted(_RUNTIME.glob("_*.py")), *chooses_nccl, *reads_drafts]
+    owned_by_none = [*sorted(_RUNTIME.glob("_*.py")), *sorted(_RUNTIME.glob("_*/**/*.py"))]
+    files = [*owned_by_none, *chooses_nccl, *reads_drafts]
     lines = [f"{file.name} {digest(file.read_bytes())}" for file in files]
     return digest("\n".join(lines).encode())
 

@@ -19,6 +19,7 @@ import torch  # isort: skip
 
 from sglang_patches.runtime import _outcome
 from sglang_patches.runtime import mla_verify_split_kv as patch
+from sglang_patches.runtime._split_kv import gate as needs
 from sglang_patches.runtime.mla_verify_split_kv import check, gate, launch
 
 # Each: lengths of the cached contexts, draft tokens, heads, DV, PE, multiprocessors, splits (None: as it follows).
@@ -30,6 +31,7 @@ SHAPES: dict[str, tuple[list[int], int, int, int, int, int, int | None]] = {
     "padded rows of a graph batch": ([130, 1, 1], 4, 8, 32, 16, 4, None),
     "one long among short": ([700, 2, 9], 3, 4, 32, 16, 8, None),
     "8 tokens, 16 heads": ([150], 8, 16, 32, 16, 4, None),
+    "one draft token": ([150, 3], 1, 8, 32, 16, 4, None),
     "16 tokens": ([70], 16, 3, 32, 16, 4, None),
     "odd sizes": ([77, 140], 5, 3, 72, 24, 4, None),
     "wider than a merge block": ([100], 2, 8, 160, 16, 4, None),
@@ -124,7 +126,7 @@ def call(given: dict[str, Any], heads: int, **options: Any) -> torch.Tensor:
 
 def kernels() -> dict[Any, Any]:
     found: dict[Any, Any] = {}
-    gate.COMPUTE = (torch.float32, *gate.COMPUTE)  # for a close comparison
+    needs.COMPUTE = (torch.float32, *needs.COMPUTE)  # for a close comparison
     for name, (_, _, heads, *_) in SHAPES.items():
         given = problem(name)
         found[name] = {"split": call(given, heads), "reference": reference(given)}
@@ -132,7 +134,7 @@ def kernels() -> dict[Any, Any]:
     scales = {"k_scale": 0.5, "v_scale": 3.0}
     found["scaled cache"] = {"split": call(given, 4, **scales), "reference": reference(given, **scales)}
     found["check"] = {}
-    for dtype, cache in ((torch.float32, torch.float32), (torch.float16, torch.float16), (torch.float16, gate.FP8[0])):
+    for dtype, cache in ((torch.float32, torch.float32), (torch.float16, torch.float16), (torch.float16, needs.FP8[0])):
         for tile in (launch.ROWS_16, launch.ROWS_32):
             run = launch.SplitVerify(2, 4, 8, 32, cores=4, device="cpu", tile=tile)
             found["check"][f"{cache} {tile.block_m}"] = check.difference(
@@ -178,7 +180,7 @@ def backend() -> dict[Any, Any]:
         # As on a GPU, as far as the gate looks. Each launched program costs the interpreter 10 ms.
         os.environ[patch.SPLITS_VARIABLE] = "3"
         gate.capability = lambda model_runner: (9, 0)
-        gate.COMPUTE = (torch.float32,)  # the type this target computes in
+        needs.COMPUTE = (torch.float32,)  # the type this target computes in
         runner.attn_backend = TritonAttnBackend(runner)
         verify("split")
         draft = SimpleNamespace(**{**vars(runner), "is_draft_worker": True, "decode_num_tokens_per_req": lambda: 4})

@@ -17,14 +17,15 @@ from typing import Any
 
 import pytest
 import torch
-import triton
 from sglang.srt import runtime_context
 from sglang.srt.layers.attention import hybrid_attn_backend
 from sglang.srt.model_executor import forward_batch_info
+from split_compile import compiled
 from split_verify import SHAPES
 
 from sglang_patches.runtime import _outcome
 from sglang_patches.runtime import mla_verify_split_kv as patch
+from sglang_patches.runtime._split_kv import check, plan, settings
 from sglang_patches.runtime.mla_verify_split_kv import gate, launch
 from sglang_patches.runtime.mla_verify_split_kv.kernels import attend_splits
 
@@ -50,7 +51,7 @@ KIMI_ON_H200 = gate.Facts(
 def nothing_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_outcome, "_recorded", {})
     monkeypatch.setattr(_outcome, "_suppliers", {})
-    monkeypatch.setattr(patch, "backends", patch.Backends())
+    monkeypatch.setattr(patch, "backends", patch.Backends(patch.PATCH))
 
 
 def written(part: str, folder: Path) -> Any:
@@ -108,7 +109,7 @@ class Writes:
 )
 def test_kernels_that_are_wrong_here_are_not_used(run: Writes, told: str) -> None:
     seen = replace(KIMI_ON_H200, width=64, rope=16)
-    wrong = patch._wrong(run, 8, seen)
+    wrong = check.wrong(lambda: patch._difference(run, 8, seen))
     assert wrong.startswith(told)
     assert bool(wrong) == bool(told)
     assert run.ran == bool(run.requests)
@@ -131,34 +132,11 @@ def test_other_types_round_only(kernels: Any, dtype: str, error: float) -> None:
     ],
     ids=str,
 )
-def test_kernels_compile_and_take_the_shared_memory_they_say(tile: launch.Tiles, sm: int, cache: str) -> None:
+def test_kernels_compile_and_take_the_shared_memory_they_say(tile: plan.Tiles, sm: int, cache: str) -> None:
     """For Kimi-K2.5 on a TP-8 rank."""
-    numbers = {"scale", "k_scale", "v_scale"}
-    pointers = {"Q": "bf16", "Extend": "bf16", "Cache": cache, "Partial": "fp32", "Lse": "fp32"}
-    pointers |= {"indptr": "i32", "indices": "i64"}
-    constants = {"L": 4, "H": 8, "DV": 512, "PE": 64, "BLOCK_DV": 512, "BLOCK_PE": 64, "BLOCK_L": 16, "MIN_CHUNK": 64}
-    constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
-    names = attend_splits.arg_names
-    types = {
-        name: "constexpr"
-        if name in constants
-        else f"*{pointers[name]}"
-        if name in pointers
-        else "fp32"
-        if name in numbers
-        else "i32"
-        for name in names
-    }
-    aligned = [name for name in names if name in pointers or name.startswith("stride")]
-    source = triton.compiler.ASTSource(
-        attend_splits,
-        types,
-        {(names.index(name),): value for name, value in constants.items()},
-        {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
-    )
-    target = triton.backends.compiler.GPUTarget("cuda", sm, 32)
-    options = {"num_warps": tile.warps, "num_stages": tile.stages}
-    made = triton.compile(source, target=target, options=options)
+    pointers = {"Q": "bf16", "Extend": "bf16", "Cache": cache}
+    constants = {"L": 4, "H": 8, "DV": 512, "PE": 64, "BLOCK_DV": 512, "BLOCK_PE": 64}
+    made = compiled(attend_splits, pointers, constants, tile, sm)
     assert len(made.asm["cubin"]) > 1000
     assert made.metadata.shared <= tile.memory
 
@@ -272,7 +250,7 @@ BF16 = torch.bfloat16
         ({"logit_cap": 30.0}, "logit_cap"),
         ({"xai_temperature_len": 8}, "temperature"),
         ({"is_causal": False}, "not_causal"),
-        ({"max_len_extend": 1}, "draft_tokens"),
+        ({"max_len_extend": 0}, "draft_tokens"),
         ({"max_len_extend": 32}, "draft_tokens"),
         ({"max_len_extend": 5}, "ragged"),
         ({"k_buffer": torch.zeros(50, 576, dtype=BF16)}, "layout"),
@@ -398,20 +376,20 @@ def adaptive(*tokens: int) -> list[Runner]:
 
 
 def test_backends_of_a_server_that_adapts_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With 3 steps at first, then 0, which verifies nothing, and 1."""
+    """With 3 steps at first, then 16, which are too many, 0, which verifies the token that was sampled, and 1."""
     monkeypatch.setattr(gate, "capability", lambda model_runner: (9, 0))
     monkeypatch.setattr(patch.check, "difference", lambda run, **sizes: 0.0)
-    backends = adaptive(4, 1, 2)
-    assert [backend.use_verify_shared_kv for backend in backends] == [True, False, True]
+    backends = adaptive(4, 17, 1, 2)
+    assert [backend.use_verify_shared_kv for backend in backends] == [True, False, True, True]
     told = _outcome.outcomes()[patch.PATCH]
     assert told["result"] == "applied"
     assert told["detail"] == (
-        "1 draft tokens: 1 draft tokens; 2 to 16 are supported; 2 draft tokens: verify splits the context; "
-        "4 draft tokens: verify splits the context"
+        "1 draft tokens: verify splits the context; 2 draft tokens: verify splits the context; "
+        "4 draft tokens: verify splits the context; 17 draft tokens: 17 draft tokens; 1 to 16 are supported"
     )
     each = told["by_draft_tokens"]
-    assert [each[tokens].get("rows") for tokens in ("1", "2", "4")] == [None, 16, 32]
-    assert (each["1"]["result"], each["1"]["reason"]) == ("not needed", "draft_tokens")
+    assert [each[tokens].get("rows") for tokens in ("1", "2", "4", "17")] == [8, 16, 32, None]
+    assert (each["17"]["result"], each["17"]["reason"]) == ("not needed", "draft_tokens")
     assert "rows" not in told, "the figures of one backend are not those of another"
 
     # Each counts its own calls, and the failure of one is not hidden by another that works.
@@ -427,6 +405,7 @@ def test_backends_of_a_server_that_adapts_are_told_apart(monkeypatch: pytest.Mon
         "1": {},
         "2": {"extend:failed": 2},
         "4": {"split_kv": 2},
+        "17": {},
     }
     assert told["result"] == told["by_draft_tokens"]["2"]["result"] == "failed"
     adaptive(2)
@@ -472,7 +451,7 @@ def test_splits_follow_from_batch_and_gpu() -> None:
     """One H200 (132 multiprocessors), 4 draft tokens and 8 heads: twice what runs at once, within limits."""
 
     def launched(batch: int, rows: int = 32, override: int | None = None) -> int:
-        return launch.splits(batch, rows, 512, launch.tiles(rows, 232_448), 132, override)
+        return plan.splits(batch, rows, 512, launch.tiles(rows, 232_448), 132, override)
 
     assert [launched(batch) for batch in (1, 2, 4, 16, 32, 128)] == [128, 128, 66, 17, 9, 8]
     assert launched(4, rows=128) == 33
@@ -490,7 +469,7 @@ def test_the_workspace_holds_every_batch_within_its_limit() -> None:
     assert all(kimi.fits(batch, 32, 512) for batch in range(1, 49))
     assert kimi.workspace.numel() * 4 < 40 * 2**20
     large = make(1024, 4, 64)
-    assert large.workspace.numel() * 4 <= launch.WORKSPACE_LIMIT
+    assert large.workspace.numel() * 4 <= plan.WORKSPACE_LIMIT
     assert large.fits(256, 256, 512)
     assert not large.fits(1024, 256, 512)
 
@@ -503,10 +482,10 @@ def test_tiles_follow_from_rows_and_shared_memory() -> None:
     assert tiles["SM 80"] == [small, middle, middle, middle]
     assert tiles["SM 90"] == [small, middle, large, large]
     assert launch.tiles(64, 0) is small
-    assert launch.shared_memory("cpu") == launch.LEAST_SHARED_MEMORY
+    assert plan.shared_memory("cpu") == plan.LEAST_SHARED_MEMORY
     # A multiprocessor of SM 86, 89 and 120 has 100 KiB, of SM 80 164, of SM 90 228.
-    assert [launch.fitted(small, kib * 1024).resident for kib in (100, 164, 228)] == [1, 2, 2]
-    assert launch.fitted(large, 164 * 1024).resident == 1
+    assert [plan.fitted(small, kib * 1024).resident for kib in (100, 164, 228)] == [1, 2, 2]
+    assert plan.fitted(large, 164 * 1024).resident == 1
 
 
 def test_a_batch_beyond_the_workspace_is_refused() -> None:
@@ -518,24 +497,24 @@ def test_a_batch_beyond_the_workspace_is_refused() -> None:
 
 
 def test_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (patch.VARIABLE, patch.SPLITS_VARIABLE):
+    splits = patch.SPLITS_VARIABLE
+    for name in (patch.VARIABLE, splits):
         monkeypatch.delenv(name, raising=False)
-    assert (patch.mode(), patch.split_override()) == ("auto", None)
-    monkeypatch.setenv(patch.SPLITS_VARIABLE, "16")
-    assert patch.split_override() == 16
+    assert (settings.mode(patch.VARIABLE), settings.split_override(splits)) == ("auto", None)
+    monkeypatch.setenv(splits, "16")
+    assert settings.split_override(splits) == 16
     for wrong in ("0", "-1", "many", "513"):
-        monkeypatch.setenv(patch.SPLITS_VARIABLE, wrong)
+        monkeypatch.setenv(splits, wrong)
         with pytest.raises(ValueError, match=rf"SGLANG_PATCHES_MLA_VERIFY_SPLITS='{wrong}' is no whole number from 1"):
-            patch.split_override()
+            settings.split_override(splits)
     monkeypatch.setenv(patch.VARIABLE, "yes")
     with pytest.raises(ValueError, match="SGLANG_PATCHES_MLA_VERIFY='yes' is not known; it can be auto, on, off"):
-        patch.mode()
+        settings.mode(patch.VARIABLE)
 
 
 def test_a_server_whose_kernels_are_wrong_verifies_as_upstream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate, "capability", lambda model_runner: (8, 6))
     monkeypatch.setattr(patch.check, "difference", lambda run, **sizes: 0.3)
-    monkeypatch.setattr(patch, "backends", patch.Backends())
     (backend,) = adaptive(3)
     assert (backend.use_verify_shared_kv, backend.verify_shared_kv_fwd) == (False, None)
     told = _outcome.outcomes()[patch.PATCH]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from prometheus_client import generate_latest
 from ranks import free_port
 
+from sglang_patches import provenance as code
 from sglang_patches.provenance import code_state
 from sglang_patches.runtime import _outcome, _verify_pass, provenance
 from sglang_patches.runtime._verify_pass import VerifyPass
@@ -23,6 +25,23 @@ MINE = code_state()["id"]
 def info(patch_set_id: str | None, scheduler: str) -> dict[str, Any]:
     state = {"patch_set_id": patch_set_id, "scheduler": scheduler} if patch_set_id else None
     return {"status": "ready"} | ({"sglang_patches": state} if state else {})
+
+
+@pytest.mark.parametrize(
+    ("edited", "changes"),
+    [("runtime/_one.py", True), ("runtime/_package/inside.py", True), ("runtime/a_patch/inside.py", False)],
+)
+def test_code_that_no_patch_owns_is_part_of_the_patch_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, edited: str, changes: bool
+) -> None:
+    files = ["runtime/_one.py", "runtime/_package/inside.py", "runtime/a_patch/inside.py", "draft/check.py"]
+    for name in (*files, "nccl/profile.py", "nccl/topology.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    monkeypatch.setattr(code, "_RUNTIME", tmp_path / "runtime")
+    before = code.shared_sha256()
+    (tmp_path / edited).write_text("other = True")
+    assert (code.shared_sha256() != before) is changes
 
 
 def test_schedulers_with_the_same_patch_set_pass() -> None:

@@ -1,4 +1,4 @@
-"""Are the kernels right on this GPU? Asked once, at start: what compiles may still be wrong where it never ran."""
+"""How far the kernels are from attention in float32 on this GPU; see `_split_kv.check`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from typing import Any
 
 import torch
 
-# Cached tokens of the requests that are tried: several chunks, and less than one.
-LENGTHS = (200, 33)
-# Outputs are averages of numbers near 1; bfloat16 and a softmax rounded to it move them by less than 0.02.
-WORST = 0.05
+from sglang_patches.runtime._split_kv import check
 
 
 def attention(
@@ -32,17 +29,7 @@ def attention(
         cache: [slots, 1, width + rope]; converted to the type of ``q`` first, as the kernels do.
         slots, begins: request r's cached tokens are ``slots[begins[r] : begins[r + 1]]``.
     """
-    count = len(begins) - 1
-    tokens, out = len(q) // count, []
-    for request in range(count):
-        own = slice(request * tokens, (request + 1) * tokens)
-        cached = cache[slots[begins[request] : begins[request + 1]], 0].to(q.dtype)
-        keys = torch.cat([cached, drafts[own, 0]]).float()
-        scores = torch.einsum("thd,nd->htn", q[own].float(), keys) * scale
-        visible = torch.ones(tokens, len(keys), dtype=torch.bool, device=q.device).tril(len(cached))
-        weights = scores.masked_fill(~visible, -math.inf).softmax(-1)
-        out.append(torch.einsum("htn,nd->thd", weights, keys[:, :width]))
-    return torch.cat(out)
+    return check.attention(q, drafts, drafts[..., :width], cache, cache[..., :width], slots, begins, scale=scale)
 
 
 def difference(
@@ -57,23 +44,14 @@ def difference(
         dtype: of queries and drafts.
         cache_dtype: of the KV cache.
     """
-    count = next((n for n in (2, 1) if run.fits(n, tokens * heads, width)), 0)
-    lengths, device = LENGTHS[:count], run.workspace.device
-    if not lengths:
+    tried = check.requests(lambda count: run.fits(count, tokens * heads, width), run.workspace.device)
+    if tried is None:
         return 0.0
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).to(device).to(dtype)
-
-    total = sum(lengths)
-    cache = random(total + 1, 1, width + rope).to(cache_dtype)
-    slots = (torch.randperm(total, generator=generator) + 1).to(device)
-    begins = [0, *torch.tensor(lengths).cumsum(0).tolist()]
-    q, drafts = random(count * tokens, heads, width + rope), random(count * tokens, 1, width + rope)
-    out = torch.full((count * tokens, heads, width), math.nan, dtype=dtype, device=device)
-    scale = (width + rope) ** -0.5
-    run(q, drafts, out, cache, torch.tensor(begins, dtype=torch.int32, device=device), slots, width=width, scale=scale)
-
-    wanted = attention(q, drafts, cache, slots, begins, width=width, scale=scale)
+    rows, latent = len(tried.lengths) * tokens, width + rope
+    cache = tried.random(len(tried.slots) + 1, 1, latent, dtype=dtype).to(cache_dtype)
+    q, drafts = tried.random(rows, heads, latent, dtype=dtype), tried.random(rows, 1, latent, dtype=dtype)
+    out = torch.full((rows, heads, width), math.nan, dtype=dtype, device=q.device)
+    scale = latent**-0.5
+    run(q, drafts, out, cache, tried.indptr, tried.slots, width=width, scale=scale)
+    wanted = attention(q, drafts, cache, tried.slots, tried.begins, width=width, scale=scale)
     return float((out.float() - wanted).abs().max())

@@ -3,10 +3,8 @@
 Flash-decoding (Dao et al. 2023) for several tokens a request. Under absorbed MLA all query heads read one latent row of
 ``DV + PE`` numbers per cached token, whose first ``DV`` are also the value. So a request's draft tokens and heads
 together are the rows of one matrix product, and the cache is read once for ``BLOCK_M`` of them. The cached tokens are
-cut into chunks, one program each (`attend_splits`), whose results are put together afterwards (`merge_splits`).
-
-Lengths are read on the device and only the number of launched programs is fixed, so that a captured graph serves any
-lengths. Softmax is in base 2 and in float32.
+cut into chunks, one program each (`attend_splits`), whose results are put together afterwards
+(`_split_kv.kernels.merge_splits`).
 """
 
 # Triton gives the arguments of a kernel their types at launch.
@@ -17,16 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def _chunk(length, total, row_blocks, target, splits, MIN_CHUNK: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Cached tokens a program takes of a request of ``length``: about ``total / target`` of the whole batch's.
-
-    In proportion to the length, so that one long request among short ones is still spread over the GPU.
-    """
-    even = tl.cdiv(total.to(tl.int64) * row_blocks, target).to(tl.int32)
-    chunk = tl.maximum(tl.maximum(even, tl.cdiv(length, splits)), MIN_CHUNK)
-    return tl.cdiv(chunk, BLOCK_N) * BLOCK_N
+from sglang_patches.runtime._split_kv.kernels import chunk_tokens
 
 
 @triton.jit(do_not_specialize=["batch", "splits", "target"])
@@ -66,7 +55,7 @@ def attend_splits(
     begin = tl.load(indptr + request)
     length = tl.load(indptr + request + 1) - begin
     total = tl.load(indptr + batch)
-    chunk = _chunk(length, total, tl.num_programs(0), target, splits, MIN_CHUNK, BLOCK_N)
+    chunk = chunk_tokens(length, total, tl.num_programs(0), target, splits, MIN_CHUNK, BLOCK_N)
     last = tl.maximum(tl.cdiv(length, chunk), 1) - 1
     if split <= last:
         rows = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -126,51 +115,3 @@ def attend_splits(
         out = (request * splits + split).to(tl.int64) * (L * H) + rows
         tl.store(Partial + out[:, None] * DV + dv[None, :], acc / norm[:, None], mask=real[:, None] & in_dv[None, :])
         tl.store(Lse + out, top + tl.log2(norm), mask=real)
-
-
-@triton.jit(do_not_specialize=["batch", "splits", "row_blocks", "target"])
-def merge_splits(
-    Partial,
-    Lse,
-    Out,  # [batch * L, H, DV]
-    indptr,
-    batch,
-    splits,
-    row_blocks,
-    target,
-    stride_ot,
-    stride_oh,
-    L: tl.constexpr,
-    H: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    SPLITS_UP: tl.constexpr,
-    MIN_CHUNK: tl.constexpr,
-):
-    """Program (row, block of numbers, request): its chunks' results, weighed by what each saw of the softmax."""
-    row = tl.program_id(0)
-    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    request = tl.program_id(2)
-    length = tl.load(indptr + request + 1) - tl.load(indptr + request)
-    total = tl.load(indptr + batch)
-    chunk = _chunk(length, total, row_blocks, target, splits, MIN_CHUNK, BLOCK_N)
-    active = tl.maximum(tl.cdiv(length, chunk), 1)
-
-    base = (request * splits).to(tl.int64) * (L * H) + row
-    every = tl.arange(0, SPLITS_UP)
-    lse = tl.load(Lse + base + every * (L * H), mask=every < active, other=float("-inf"))
-    top = tl.max(lse, 0)
-    norm = tl.sum(tl.exp2(lse - top), 0)
-    acc = tl.zeros([BLOCK_D], tl.float32)
-    for start in tl.range(0, active, BLOCK_S):
-        s = start + tl.arange(0, BLOCK_S)
-        at = base + s * (L * H)
-        weight = tl.exp2(tl.load(Lse + at, mask=s < active, other=float("-inf")) - top)
-        part = tl.load(
-            Partial + at[:, None] * DV + d[None, :], mask=(s < active)[:, None] & (d < DV)[None, :], other=0.0
-        )
-        acc += tl.sum(weight[:, None] * part, 0)
-    out = Out + (request * L + row // H).to(tl.int64) * stride_ot + (row % H) * stride_oh
-    tl.store(out + d, (acc / norm).to(Out.dtype.element_ty), mask=d < DV)

@@ -1,0 +1,85 @@
+"""What is decided where upstream makes an attention backend: whether it splits the context, with which workspace."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from sglang_patches.runtime._split_kv import check, settings
+from sglang_patches.runtime._split_kv.telling import Backends
+
+if TYPE_CHECKING:
+    from sglang_patches.runtime._split_kv.plan import SplitAttention
+
+logger = logging.getLogger("sglang_patches")
+Kind = TypeVar("Kind", bound="SplitAttention")
+
+
+def start(
+    backends: Backends,
+    tokens: int,
+    refused: tuple[str, str] | None,
+    *,
+    variable: str,
+    splits_variable: str,
+    what: str,
+    heads: int,
+    width: int,
+    make: Callable[[int | None], Kind],
+    difference: Callable[[Kind], float],
+    waits: bool = False,
+) -> tuple[Kind, Callable[[], None] | None] | None:
+    """The kernels and workspace of one backend, tried on this GPU; None where upstream's kernel stays. Tells which.
+
+    With them what is to be called at the first use, None if nothing: `telling.Served` does so.
+
+    Args:
+        refused: (reason, sentence) of the gate, if it refuses.
+        variable, splits_variable: the settings, of `settings.mode` and `settings.split_override`.
+        what: the attention that is split, as the subject of a sentence.
+        heads, width: query heads of the rank, numbers of a value.
+        make: allocates; gets the number of splits that is set, if one is.
+        difference: as `check.wrong`.
+        waits: on a prefill node that may become a decode node: "applied" is told only once it did.
+
+    Raises:
+        ValueError: a setting has a value that is not known.
+    """
+    if refused is not None:
+        backends.record(tokens, "not needed", refused[1], reason=refused[0])
+        return None
+    wanted, override = settings.mode(variable), settings.split_override(splits_variable)
+    if wanted == "off":
+        backends.record(tokens, "not needed", f"{variable}=off", reason="off")
+        return None
+    try:
+        run = make(override)
+    except torch.OutOfMemoryError as error:
+        backends.record(tokens, "failed", f"no memory for its workspace: {error}", reason="memory")
+        return None
+    if wrong := check.wrong(lambda: difference(run)):
+        logger.error("sglang-patches: %s: %s stays with upstream's extend kernel: %s", backends.patch, what, wrong)
+        backends.record(tokens, "failed", wrong, reason="failed")
+        return None
+    tile, launched = run.plan(1, tokens * heads, width)
+    applied = functools.partial(
+        backends.record,
+        tokens,
+        "applied",
+        f"{what} splits the context",
+        rows=tokens * heads,
+        block_rows=tile.block_m,
+        splits_launched_at_batch_1=launched,
+        workspace_mib=round(run.workspace.numel() * 4 / 2**20, 1),
+    )
+    if waits:
+        backends.record(
+            tokens, "not needed", f"no {what} on a prefill node until its role is switched", reason="prefill_node"
+        )
+        return run, applied
+    applied()
+    return run, None
