@@ -99,6 +99,10 @@ def test_counts_of_tokens_are_kept() -> None:
     assert secrets.mask(args) == args
     assert secrets.command(["--max-total-tokens", "16384"]) == ["--max-total-tokens", "16384"]
     assert secrets.mask({"max_tokens": "opensesame"}) == {"max_tokens": "***"}
+    # A list of counts, such as bench verify-step has; nothing else with a comma.
+    assert secrets.command(["--draft-tokens", "2,4,8"]) == ["--draft-tokens", "2,4,8"]
+    assert secrets.command(["--draft-tokens", "4,open"]) == ["--draft-tokens", "***"]
+    assert secrets.mask({"keys": "12,,13"}) == {"keys": "***"}
 
 
 def test_only_listed_variables_are_told() -> None:

@@ -32,7 +32,9 @@ _HARMLESS = frozenset((
     "speculative_token_map", "bucket_time_to_first_token", "prompt_tokens_buckets", "generation_tokens_buckets",
     "sglang_patches_oea_tokens",
 ))  # fmt: skip
-_COUNT = re.compile(r"-?\d{1,9}(\.\d{1,9})?|true|false|none|null|", re.IGNORECASE)
+_NUMBER = r"-?\d{1,9}(\.\d{1,9})?"
+# One, or a list of a few: `--draft-tokens 2,4,8`.
+_COUNT = re.compile(rf"{_NUMBER}(,{_NUMBER}){{0,31}}|true|false|none|null|", re.IGNORECASE)
 
 _VALUES = (
     # scheme://user:password@host, also with an @ in the password, and user:password@host
