@@ -76,9 +76,10 @@ def problem(name: str, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
         return made.to(dtype)
 
     begins = [0, *torch.tensor(shape.lengths).cumsum(0).tolist()]
-    # Parts of one row, as a layer's projection gives them.
-    sizes = (shape.heads * shape.key_width, shape.kv_heads * shape.key_width, shape.kv_heads * shape.width)
-    q, k, v = random(batch * shape.tokens, sum(sizes)).to(dtype).split(sizes, 1)
+    # Parts of one row, as a layer's projection gives them; values apart, so that their strides are others.
+    sizes = (shape.heads * shape.key_width, shape.kv_heads * shape.key_width)
+    q, k = random(batch * shape.tokens, sum(sizes)).to(dtype).split(sizes, 1)
+    v = random(batch * shape.tokens, shape.kv_heads * shape.width).to(dtype)
     return {
         "shape": shape,
         "tensors": (
