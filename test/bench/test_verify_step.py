@@ -314,8 +314,7 @@ def test_the_command_that_is_written_has_the_variables_that_steer_it(
     monkeypatch.setattr(sys, "argv", ["sglang-patches", "bench", "verify-step", "--out", "x"])
     monkeypatch.setenv("SGLANG_PATCHES", "-mla-verify-split-kv")
     (tmp_path / "table.md").write_text("")
-    pair = {"model": str(models / "tiny-kimi"), "draft": str(models / "tiny-kimi-eagle3")}
-    command.verify_step(tmp_path, **pair)
+    command.verify_step(tmp_path, model=str(models / "tiny-kimi"), draft=str(models / "tiny-kimi-eagle3"))
     words = asked[0].command
     assert words[0] == "env"
     assert "SGLANG_PATCHES=-mla-verify-split-kv" in words[: words.index("sglang-patches")]

@@ -426,7 +426,12 @@ def test_backends_of_one_model_runner_share_a_workspace(
     monkeypatch.setattr(patch.check, "difference", lambda run, **sizes: 0.0)
     published.max_speculative_num_draft_tokens = most
     made: list[launch.SplitVerify] = []
-    monkeypatch.setattr(patch, "Hook", lambda run, *_, **__: made.append(run) or Run())
+
+    def hook(run: launch.SplitVerify, *_: Any, **__: Any) -> Run:
+        made.append(run)
+        return Run()
+
+    monkeypatch.setattr(patch, "Hook", hook)
     runner = Runner(4)
     for tokens in (4, 4, 8, 2):
         patch.fills_verify_hook(lambda self, model_runner: None)(Runner(tokens), runner)
@@ -439,6 +444,9 @@ def test_backends_of_one_model_runner_share_a_workspace(
     )
     adaptive(2)
     assert made[4].workspace is not made[0].workspace, "another model runner's forwards may run at the same time"
+    monkeypatch.setattr(patch.check, "difference", lambda run, **sizes: 1.0)
+    (failed,) = adaptive(4)
+    assert not any(isinstance(value, torch.Tensor) for value in vars(failed).values()), "kept, and used by nothing"
 
 
 def test_one_backend_is_told_as_before() -> None:

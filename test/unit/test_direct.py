@@ -89,7 +89,7 @@ def test_who_waits_for_a_server_asks_that_server(
     servers: tuple[Told, Told], capsys: pytest.CaptureFixture[str]
 ) -> None:
     named, other = servers
-    serve._watch(os.getpid(), named.url, "tiny")
+    serve._watch(os.getpid(), named.url, "tiny", ("", ""))
     assert "serve: ready" in capsys.readouterr().out
     assert len(named.asked) == 1
     assert other.asked == []

@@ -168,11 +168,15 @@ def installed_series() -> series.Series:
     return series.load(found.release)
 
 
+# Upstream, which the load generator imports, sets variables that nobody typed.
+_AT_START = dict(os.environ)
+
+
 def typed() -> list[str]:
     """The command that was typed, as a list of words, with the variables that steer it; secrets masked."""
     program = os.path.basename(sys.argv[0])
     words = ["sglang-patches", *sys.argv[1:]] if program in ("sglang-patches", "cli.py") else list(sys.orig_argv)
-    return secrets.again(words, os.environ)
+    return secrets.again(words, _AT_START)
 
 
 def shown(command: Sequence[str]) -> str:
