@@ -18,7 +18,7 @@ from sglang_patches.tune.moe.routing import Work
 from sglang_patches.tune.moe.space import Config
 
 #: Largest deviation from float32, as a share of the largest number: rounding of the output, and for fp8 of the input.
-TOLERANCE = {"bfloat16": 0.02, "float16": 0.02, "fp8_w8a8": 0.08, "int4_w4a16": 0.02}
+TOLERANCE = {"bfloat16": 0.02, "float16": 0.02, "fp8_w8a8": 0.12, "int4_w4a16": 0.02}
 _CHECKED_ROWS = 512
 
 
@@ -50,7 +50,9 @@ class Experts:
         self, geometry: Geometry, device: torch.device, layers: int = 1, seed: int = 1, held: int | None = None
     ) -> None:
         self.geometry, self.device, self.layers, self.seed, self.held = geometry, device, layers, seed, held
-        self.compute = torch.float16 if geometry.dtype == "float16" else torch.bfloat16
+        # Triton's interpreter multiplies bfloat16 wrongly, so a trial on a CPU has float16 in its place.
+        half = geometry.dtype == "float16" or device.type == "cpu"
+        self.compute = torch.float16 if half else torch.bfloat16
         self._generator = torch.Generator(device=device).manual_seed(seed)
         self.weights: dict[Gemm, list[tuple[torch.Tensor, torch.Tensor | None]]] = {
             gemm: [self._matrices(gemm) for _ in range(layers)] for gemm in GEMMS

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,9 @@ from sglang_patches.tune.moe.tables import Row
 FOLDER = "SGLANG_MOE_CONFIG_DIR"
 
 
+@cache
 def publish() -> None:
-    """Give this process arguments of a server, which upstream's lookup reads."""
+    """Give this process arguments of a server, which upstream's lookup reads; once."""
     from sglang.srt.runtime_context import get_context
 
     get_context().override_server_args().install()
