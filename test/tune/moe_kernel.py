@@ -1,5 +1,5 @@
-"""Runs `tune moe` on the CPU, upstream's kernel interpreted: see `test_moe_kernel.py`, which starts it. A process of its
-own: Triton decides once whether it interprets.
+"""Runs `tune moe` on the CPU, upstream's kernel interpreted: see `test_moe_kernel.py`, which starts it. A process of
+its own: Triton decides once whether it interprets.
 
     python moe_kernel.py FOLDER      (one JSON object: what was found)
 """

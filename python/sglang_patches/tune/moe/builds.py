@@ -6,7 +6,10 @@ process and a server ask for, specialised in the same way.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
@@ -42,6 +45,7 @@ def _start(geometry: Geometry) -> None:
 
     from sglang_patches.tune.moe.kernel import Experts
 
+    logging.disable(logging.WARNING)  # what there is to say the timing process says
     _experts = Experts(geometry, torch.device("cuda"), held=geometry.top_k)
 
 
@@ -81,8 +85,9 @@ class Pool:
         self._pool: ProcessPoolExecutor | None = None
         if processes:
             self._pool = ProcessPoolExecutor(processes, get_context("spawn"), _start, (geometry,))
-            for _ in range(processes):
-                self._pool.submit(_ready)
+            with contextlib.suppress(BrokenProcessPool):
+                for _ in range(processes):
+                    self._pool.submit(_ready)
 
     def build(self, items: Iterable[Item], until: float, progress: Callable[[int, int], None]) -> dict[Item, str]:
         """Compile what is not compiled yet, until `until` (`time.monotonic`).
@@ -93,17 +98,19 @@ class Pool:
         if self._pool is None:
             return dict.fromkeys(wanted, "")
         missing = {key: item for item, key in wanted.items() if key not in self._built}
-        waiting = {self._pool.submit(_build, item): key for key, item in missing.items()}
-        total = len(waiting)
-        while waiting and time.monotonic() < until:
-            done, _ = wait(waiting, timeout=min(2.0, max(until - time.monotonic(), 0.01)), return_when=FIRST_COMPLETED)
-            try:
+        try:
+            waiting = {self._pool.submit(_build, item): key for key, item in missing.items()}
+            total = len(waiting)
+            while waiting and time.monotonic() < until:
+                left = max(until - time.monotonic(), 0.01)
+                done, _ = wait(waiting, timeout=min(2.0, left), return_when=FIRST_COMPLETED)
                 for future in done:
                     self._built[waiting.pop(future)] = future.result()
-            except BrokenProcessPool:  # memory, say; then kernels are compiled where they are timed
-                self._pool = None
-                return dict.fromkeys(wanted, "")
-            progress(total - len(waiting), total)
+                progress(total - len(waiting), total)
+        except BrokenProcessPool as error:  # memory, say
+            print(f"compiling where it is timed, one by one: {said(error)}", file=sys.stderr, flush=True)
+            self._pool = None
+            return dict.fromkeys(wanted, "")
         # Those that run already use the GPU: nothing may be timed beside them.
         wait([future for future in waiting if not future.cancel()], timeout=_GRACE)
         return {item: self._built[key] for item, key in wanted.items() if key in self._built}

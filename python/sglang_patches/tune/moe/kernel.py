@@ -180,6 +180,7 @@ class Experts:
         given = a
         if config.tma and gemm == "down":
             real = work.order < work.ids.numel()
+            real[int(work.padded[0]) :] = False
             given = torch.zeros(len(a) + work.order.numel(), a.shape[1], dtype=a.dtype, device=a.device)
             given[: work.order.numel()][real] = a[work.order[real].long()]
         out = self.output(gemm, tokens).fill_(float("nan"))

@@ -142,8 +142,7 @@ class Layer:
             return made
 
         def restore() -> None:  # upstream writes the output over the input
-            for state in states:
-                state.copy_(source)
+            torch._foreach_copy_(states, [source] * len(states))
 
         with tables_from(root):
             if root is not None and not all(tokens in _table(ex, down) for down in (False, True)):
