@@ -28,7 +28,9 @@ def patched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     installed = upstream.locate()
     assert installed is not None
     insertions = series.load(installed.release)["moe-config-tables"].insertions[PATH]
-    text = hunks.apply(installed.read(PATH), insertions, PATH)
+    lines = installed.read(PATH)
+    assert lines is not None
+    text = hunks.apply(lines, insertions, PATH)
     module = types.ModuleType("fused_moe_triton_config_with_our_lines")
     module.__dict__["__file__"] = str(installed.path(PATH))
     exec(compile(text, str(installed.path(PATH)), "exec"), vars(module))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sglang_patches import upstream
 from sglang_patches.errors import PatchError
 from sglang_patches.tune.moe import choose, journal, tables
 from sglang_patches.tune.moe.geometry import GEMMS, Gemm, Geometry
@@ -21,6 +22,7 @@ from sglang_patches.tune.moe.tables import Row, Table
 
 _RESTART = 3  # `worker.RESTART`; that module imports torch
 _RESTARTS = 5
+_KERNEL = "sglang/kernels/ops/moe/fused_moe_triton_kernels.py"
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,10 @@ def measure(request: Request) -> None:
     Raises:
         PatchError: a process failed otherwise, or the folder holds another plan. What was measured is kept.
     """
+    installed = upstream.locate()
+    if installed is None or installed.read(_KERNEL) is None:
+        told = f"sglang {installed.release} lacks {_KERNEL}" if installed else "SGLang is not installed here"
+        raise PatchError(f"{told}\n  expected   the newest lane's release, whose kernel this calls")
     request.out.mkdir(parents=True, exist_ok=True)
     parts = shares(request.tokens, max(len(request.gpus), 1))
     stray = {file.name for file in journal.files(request.out)} - {
