@@ -213,6 +213,7 @@ def test_what_is_out_is_out_at_every_token_count_of_its_product() -> None:
     assert "0.3 from float32" in known.bad("down", replace(OWN, tma=True), 0.02)
     assert known.bad("down", replace(OWN, stages=2), 0.02)
     assert known.of("down", 1) == {OWN: [1.0]}
+    assert Known([*records[:3], {"record": "interrupted"}]).bad("down", FAST, 0.02) == ""
 
 
 # The choice
@@ -368,6 +369,12 @@ def test_the_folder(measured: parent.Request) -> None:
     assert told["provenance"] == {"code": "x"}
 
 
+def test_outputs_that_differ_keep_ours_out(measured: parent.Request) -> None:
+    file = measured.out / "samples-0.jsonl"
+    file.write_text(file.read_text().replace('"differs":0.0', '"differs":0.05', 1))
+    assert parent.result(measured).better == []
+
+
 def test_without_a_gain_there_is_no_table(measured: parent.Request) -> None:
     (measured.out / "samples-0.jsonl").unlink()
     found = parent.result(measured)
@@ -442,7 +449,7 @@ def test_what_it_refuses(tmp_path: Path, arguments: list[str], why: str) -> None
 
 
 def test_without_a_gpu_it_says_how_to_try_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sglang_patches.selection.has_gpu", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     done = CliRunner().invoke(app, ["moe", "--out", str(tmp_path)])
     assert done.exit_code == 2
     assert "--cpu" in done.output

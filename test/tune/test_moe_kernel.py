@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from sglang_patches.tune.moe.kernel import TOLERANCE
+from sglang_patches.tune.moe.choose import TOLERANCE
 
 
 @pytest.fixture(scope="module")

@@ -65,14 +65,16 @@ def moe(
     Exit code: 0 measured (whether or not there is a table), 2 not.
     """
     with told():
-        from sglang_patches import selection
         from sglang_patches.tune.moe import parent
         from sglang_patches.tune.moe import report as reports
 
-        if not (cpu or report or selection.has_gpu()):
-            raise PatchError("no GPU here\n  remedy     run it on one, or try the command with --cpu and small sizes")
         geometry = _geometry(model, tp, ep, (experts, hidden, intermediate, top_k), dtype, block_shape)
         found = () if cpu else parent.visible()
+        if not (found or cpu or report):
+            raise PatchError(
+                "this process sees no GPU\n  remedy     run it on one (CUDA_VISIBLE_DEVICES), or try the command with "
+                "--cpu and small sizes"
+            )
         if gpus > len(found) and not cpu and not report:
             raise PatchError(f"--gpus {gpus}: this process sees {len(found)}\n  remedy     a smaller --gpus")
         request = parent.Request(

@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 
 from sglang_patches.student import Interval, interval
-from sglang_patches.tune.moe.geometry import GEMMS, Gemm
+from sglang_patches.tune.moe.geometry import GEMMS, Dtype, Gemm
 from sglang_patches.tune.moe.space import Config, parse
 
+#: Largest deviation from float32, as a share of the largest number: rounding of the output, and for fp8 of the input.
+TOLERANCE: dict[Dtype, float] = {"bfloat16": 0.02, "float16": 0.02, "fp8_w8a8": 0.12, "int4_w4a16": 0.02}
 #: A configuration this much slower than the best is as good where it is upstream's own.
 TIE = 0.01
 

@@ -8,6 +8,7 @@
 - ``check``: deviation from float32.
 - ``final``: one round of one token count, all that is left in turn.
 - ``layer``: one round of one token count: the whole layer with upstream's choice and with ours.
+- ``interrupted``: by Ctrl-C; what was begun is not to blame.
 - ``done``: all was measured.
 """
 
@@ -91,6 +92,8 @@ class Known:
             self.add(record)
             if record["record"] == "begin":
                 begun[_cell(record)] = None
+            elif record["record"] == "interrupted" and begun:
+                begun.popitem()
         for cell in begun:
             if cell not in self.screened and cell not in self.failed:
                 self.failed[cell] = "its process ended while it ran"

@@ -17,8 +17,6 @@ from sglang_patches.tune.moe.geometry import GEMMS, Gemm, Geometry
 from sglang_patches.tune.moe.routing import Work
 from sglang_patches.tune.moe.space import Config
 
-#: Largest deviation from float32, as a share of the largest number: rounding of the output, and for fp8 of the input.
-TOLERANCE = {"bfloat16": 0.02, "float16": 0.02, "fp8_w8a8": 0.12, "int4_w4a16": 0.02}
 _CHECKED_ROWS = 512
 
 

@@ -25,7 +25,7 @@ import torch
 from sglang_patches.tune.moe import builds, choose, journal, layer, space, tables, timing
 from sglang_patches.tune.moe.geometry import GEMMS, Gemm, Geometry, from_document
 from sglang_patches.tune.moe.journal import Known, Record
-from sglang_patches.tune.moe.kernel import TOLERANCE, Experts
+from sglang_patches.tune.moe.kernel import Experts
 from sglang_patches.tune.moe.space import Config
 from sglang_patches.tune.moe.tables import Row
 
@@ -151,7 +151,7 @@ class Worker:
 
     def bad(self, gemm: Gemm, config: Config) -> str:
         """Why a configuration is out; empty where it is not."""
-        return self.known.bad(gemm, config, TOLERANCE[self.plan.geometry.dtype])
+        return self.known.bad(gemm, config, choose.TOLERANCE[self.plan.geometry.dtype])
 
     def build(self, items: list[builds.Item], share: float, what: str) -> set[builds.Item]:
         """Compile; returns what is ready."""
@@ -187,6 +187,7 @@ class Worker:
     def screen(self, items: Iterable[builds.Item], share: float, what: str) -> None:
         """Time each item once, in random order: if time ends it, what is left out is so by chance."""
         todo = [i for i in items if (i[0], i[2], str(i[1])) not in self.known.screened and not self.bad(i[0], i[1])]
+        todo.sort()  # what is compiled comes as a set
         random.Random(self.plan.seed).shuffle(todo)
         for done, (gemm, config, tokens) in enumerate(todo):
             if time.monotonic() > self.until(share):
@@ -346,6 +347,10 @@ def main(arguments: list[str]) -> None:
     try:
         worker = Worker(read_plan(plan), Path(file), label)
         worker.run()
+    except KeyboardInterrupt:
+        if worker is not None:
+            worker.append({"record": "interrupted"})
+        raise SystemExit(130) from None
     finally:
         if worker is not None:
             worker.pool.close()
