@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from sglang_patches.tune.moe.choose import TOLERANCE
+from sglang_patches.tune.moe.geometry import Dtype
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +25,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "int4_w4a16", "fp8_w8a8"])
-def test_the_check_against_float32_passes_right_results_only(found: dict[str, Any], dtype: str) -> None:
+def test_the_check_against_float32_passes_right_results_only(found: dict[str, Any], dtype: Dtype) -> None:
     errors = found["errors"][dtype]
     assert errors["gate_up"] < TOLERANCE[dtype]
     assert errors["down"] < TOLERANCE[dtype]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -45,6 +46,7 @@ def _start(geometry: Geometry) -> None:
 
     from sglang_patches.tune.moe.kernel import Experts
 
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the timing process's, which then ends these
     logging.disable(logging.WARNING)  # what there is to say the timing process says
     _experts = Experts(geometry, torch.device("cuda"), held=geometry.top_k)
 
