@@ -361,6 +361,10 @@ ELSEWHERE = {
         "sglang_patches.bench.app",
         "Measure on real servers what patches, variables and arguments do: `bench ab` compares two selections.",
     ),
+    "tune": (
+        "sglang_patches.tune.app",
+        "Find the fast settings of upstream's kernels on this GPU: `tune moe` writes tables of fused-MoE tiles.",
+    ),
     "draft": (
         "sglang_patches.draft.app",
         "Say what an EAGLE-3 draft checkpoint is and whether it fits a target, offline: `draft check TARGET DRAFT`.",

@@ -1,0 +1,137 @@
+"""The folder of `tune moe` beside its samples: the tables, result.json and README.md."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+from sglang_patches.tune.moe import tables
+from sglang_patches.tune.moe.geometry import GEMMS
+from sglang_patches.tune.moe.parent import Line, Result
+
+
+def lines_of(result: Result) -> str:
+    """The table for people, in Markdown."""
+    rows = [
+        "| tokens | upstream µs | ours µs | ours / upstream | bytes alone | gate_up | down | in the table |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for line in result.lines:
+        ours, theirs, ratio = "-", "-", "not measured"
+        if line.candidate is not None:
+            ratio = "upstream's choice wins" if line.verdict is None and _same(line) else "not reached"
+        if line.verdict is not None:
+            v = line.verdict
+            high = "?" if v.ratio.high == math.inf else f"{v.ratio.high:.3f}"
+            theirs, ours = f"{v.upstream:.1f}", f"{v.tuned:.1f}"
+            ratio = f"{v.ratio.value:.3f} ({v.ratio.low:.3f} to {high})"
+        pair = line.candidate
+        told = [str(pair.gate_up), str(pair.down)] if pair else ["-", "-"]
+        taken = "ours" if line.chosen != line.upstream else "upstream's"
+        rows.append(
+            f"| {line.tokens} | {theirs} | {ours} | {ratio} | {line.floor_us:.1f} | {told[0]} | {told[1]} | {taken} |"
+        )
+    return "\n".join(rows)
+
+
+def _same(line: Line) -> bool:
+    pair = line.candidate
+    return pair is not None and {"gate_up": pair.gate_up, "down": pair.down} == line.upstream
+
+
+def document(result: Result, provenance: dict[str, Any]) -> dict[str, Any]:
+    """result.json."""
+
+    def row(line: Line) -> dict[str, Any]:
+        verdict = line.verdict
+        told = verdict and {
+            "upstream_us": verdict.upstream,
+            "tuned_us": verdict.tuned,
+            "ratio": verdict.ratio.value,
+            "low": verdict.ratio.low,
+            "high": None if verdict.ratio.high == math.inf else verdict.ratio.high,
+        }
+        return {
+            "tokens": line.tokens,
+            "upstream": {gemm: line.upstream[gemm].entry() for gemm in GEMMS},
+            "chosen": {gemm: line.chosen[gemm].entry() for gemm in GEMMS},
+            "ours": line.chosen != line.upstream,
+            "products_us": line.candidate and line.candidate.us,
+            "layer": told,
+            "floor_us": line.floor_us,
+            "outputs_differ": line.differs,
+        }
+
+    facts = {name: value for name, value in result.facts.items() if name not in ("record", "upstream", "beyond")}
+    return {
+        "format": 1,
+        "geometry": result.request.geometry.document(),
+        "facts": facts,
+        "rows": [row(line) for line in result.lines],
+        "failed": result.failed,
+        "provenance": provenance,
+    }
+
+
+def write(result: Result, provenance: dict[str, Any]) -> list[Path]:
+    """Write all but the samples; returns the tables' paths."""
+    out, facts = result.request.out, result.facts
+    written: list[Path] = []
+    if result.tables:
+        written = tables.write(out, facts["triton"], facts["names"], result.tables)
+    text = json.dumps(document(result, provenance), indent=1)
+    (out / "result.json").write_text(text + "\n", encoding="utf-8")
+    (out / "README.md").write_text(_readme(result, written), encoding="utf-8")
+    return written
+
+
+def headline(result: Result) -> str:
+    """One sentence."""
+    if not result.better:
+        return "Upstream's own choice is not beaten beyond chance at any token count: there is no table."
+    ratios = [line.verdict.ratio.value for line in result.better if line.verdict]
+    told = ", ".join(str(line.tokens) for line in result.better)
+    return (
+        f"The layer takes {min(ratios):.2f} to {max(ratios):.2f} of the time it takes with upstream's choice, "
+        f"at {told} tokens."
+    )
+
+
+def _readme(result: Result, written: list[Path]) -> str:
+    request, facts, g = result.request, result.facts, result.request.geometry
+    shape = f", blocks of {g.block_shape}" if g.block_shape else ""
+    found = "\n".join(f"- `{file.relative_to(request.out)}`" for file in written) or "- none"
+    told = (
+        f"{g.experts} experts, {g.top_k} a token, hidden {g.hidden}, intermediate {g.intermediate} on this rank, "
+        f"{g.dtype}{shape}; Triton {facts['triton']}, torch {facts['torch']}.",
+        "Microseconds of one whole layer (sort, two products, activation, sum) in a captured graph,",
+        f"{facts['layers']} layers' weights in turn, random distinct experts; 95 % intervals that hold for all rows",
+        "together. Bytes alone: the active experts' weights at the rate at which a copy reads and writes, "
+        f"{facts['bandwidth'] / 1e9:.0f} GB/s.",
+        "A configuration is block_m x block_n x block_k, g group, w warps, s stages.",
+    )
+    paragraph = "\n".join(told)
+    return f"""# Fused-MoE tiles on {facts["device"]}
+
+{headline(result)}
+
+{paragraph}
+
+{lines_of(result)}
+
+Upstream takes the entry nearest to a batch. Behind {result.lines[-1].tokens} tokens the tables hold what upstream
+takes without them.
+
+## Files
+
+{found}
+- `samples*.jsonl`: every sample; `result.json`: this table, and what made it (`provenance`)
+- {len(result.failed)} configurations did not run or were wrong; `failed` in result.json says why
+
+## Again
+
+    sglang-patches {" ".join(sys.argv[1:])}
+"""
