@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import lane_table
 import pytest
+from benchmark.tiny_kimi import reference
 
 from sglang_patches.bench.server import free_port
 
@@ -41,6 +43,8 @@ MODEL = Path(os.environ.get("TEST_MODEL", REPO / "test/models/tiny-kimi"))
 # Added to every server's command line, for example to run these tests on another attention backend or on a GPU.
 SERVER_ARGS = shlex.split(os.environ.get("TEST_SERVER_ARGS", ""))
 DRAFT = Path(os.environ.get("TEST_DRAFT", REPO / "test/models/tiny-kimi-eagle3"))
+# Of the held-out prompts, and of the continuation of each, that answers are compared with.
+PROMPTS, TOKENS = 20, 128
 
 
 def _needs(item: pytest.Item) -> set[str]:
@@ -148,3 +152,22 @@ def tree_server(servers: Servers) -> Server:
 def plain_server(servers: Servers) -> Server:
     """No speculation."""
     return servers.get("plain")
+
+
+class Expected:
+    """Prompts as token ids and their greedy continuations by transformers, `TOKENS` each."""
+
+    def __init__(self) -> None:
+        rows = [json.loads(line) for line in (REPO / "test/models/prompts.jsonl").read_text().splitlines()]
+        self.tokenizer = lane_table.tokenizer(MODEL)
+        texts = [row["text"] for row in rows[:: len(rows) // PROMPTS][:PROMPTS]]
+        assert len(texts) == PROMPTS
+        self.prompts: list[list[int]] = [self.tokenizer(text)["input_ids"] for text in texts]
+        self.model = reference.load_text_model(MODEL)
+        self.outputs = reference.greedy_each(self.model, self.prompts, TOKENS)
+
+
+@pytest.fixture(scope="session")
+def expected() -> Expected:
+    """Once a session: a module's fixture would be made anew each time that the servers' order comes back to it."""
+    return Expected()

@@ -6,38 +6,16 @@ The plain server is held to the reference too, so "EAGLE-3 equals no EAGLE-3" fo
 
 from __future__ import annotations
 
-import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
-import lane_table
 import pytest
 from benchmark.tiny_kimi import reference
 
-from .conftest import MODEL
-from .server import REPO, Server
-
-PROMPTS, TOKENS = 20, 128
-
-
-class Expected:
-    """Prompts as token ids and their greedy continuations by transformers, computed once per session."""
-
-    def __init__(self) -> None:
-        rows = [json.loads(line) for line in (REPO / "test/models/prompts.jsonl").read_text().splitlines()]
-        self.tokenizer = lane_table.tokenizer(MODEL)
-        texts = [row["text"] for row in rows[:: len(rows) // PROMPTS][:PROMPTS]]
-        assert len(texts) == PROMPTS
-        self.prompts: list[list[int]] = [self.tokenizer(text)["input_ids"] for text in texts]
-        model = reference.load_text_model(MODEL)
-        self.outputs = [reference.greedy(model, ids, TOKENS) for ids in self.prompts]
-
-
-@pytest.fixture(scope="module")
-def expected() -> Expected:
-    return Expected()
+from .conftest import PROMPTS, TOKENS, Expected
+from .server import Server
 
 
 def generate(server: Server, ids: list[int], tokens: int = TOKENS, **sampling: Any) -> list[int]:
@@ -78,11 +56,11 @@ def check_batch(server: Server, expected: Expected) -> None:
         assert output == wanted[:length]
 
 
-@pytest.mark.main_job
 def test_unspeculated_equals_transformers(plain_server: Server, expected: Expected) -> None:
     check_alone(plain_server, expected)
 
 
+@pytest.mark.main_job
 def test_unspeculated_batch_equals_transformers(plain_server: Server, expected: Expected) -> None:
     check_batch(plain_server, expected)
 
@@ -111,7 +89,7 @@ def test_chunked_prefill_is_lossless(tree_server: Server, expected: Expected) ->
     long = [token for ids, out in zip(expected.prompts, expected.outputs, strict=True) for token in ids + out][:1500]
     chunk = tree_server.get("/server_info")["chunked_prefill_size"]
     assert len(long) > chunk, f"prompt of {len(long)} tokens does not fill a chunk of {chunk}"
-    wanted = reference.greedy(reference.load_text_model(MODEL), long, 32)
+    wanted = reference.greedy(expected.model, long, 32)
     flush(tree_server)
     assert generate(tree_server, long, 32) == wanted
 

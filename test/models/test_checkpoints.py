@@ -13,7 +13,7 @@ from benchmark.tiny_kimi import checkpoint
 from benchmark.tiny_kimi.draft import Capture
 from benchmark.tiny_kimi.draft_model import DraftLayer, Eagle3Draft, rotate
 from benchmark.tiny_kimi.evaluate import chain_cycles, encode_prompts, load_draft
-from benchmark.tiny_kimi.reference import greedy, load_text_model
+from benchmark.tiny_kimi.reference import greedy, greedy_each, load_text_model
 from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoTokenizer, DeepseekV3ForCausalLM, PreTrainedTokenizerBase
@@ -138,6 +138,15 @@ def test_held_out_loss(model: DeepseekV3ForCausalLM, tokenizer: PreTrainedTokeni
 def test_chat_answer_ends_by_itself(model: DeepseekV3ForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
     eos = frozenset({tokenizer.eos_token_id})
     assert any(greedy(model, ids, 128, eos)[-1] in eos for ids in encode_prompts(tokenizer, PROMPTS, "chat")[:6])
+
+
+def test_a_batch_is_continued_as_each_prompt_alone(
+    model: DeepseekV3ForCausalLM, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    prompts = sorted(encode_prompts(tokenizer, PROMPTS, "text"), key=len)[::16]
+    assert len({len(ids) for ids in prompts}) == 3
+    assert greedy_each(model, prompts, 16) == [greedy(model, ids, 16) for ids in prompts]
+    assert greedy_each(model, prompts, 0) == [[], [], []]
 
 
 def test_draft_vocabulary_tables(draft: tuple[Eagle3Draft, Tensor], draft_folder: Path) -> None:

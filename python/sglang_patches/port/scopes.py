@@ -85,7 +85,8 @@ class Module:
         return names
 
 
-@lru_cache(maxsize=64)
+# As many as the patches touch and name in two releases: with fewer, those of the old one are parsed for every new one.
+@lru_cache(maxsize=256)
 def parse(data: bytes) -> Module:
     """`Module(data)`, remembered: releases share most files, and patches touch the same ones."""
     return Module(data)
