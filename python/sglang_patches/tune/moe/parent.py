@@ -172,7 +172,7 @@ def _start(request: Request, place: int, tokens: tuple[int, ...]) -> subprocess.
     else:
         environment |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
     arguments = [json.dumps(plan), str(_file(request, place)), _label(request, place)]
-    return subprocess.Popen([sys.executable, "-m", "sglang_patches.tune.moe.worker", *arguments], env=environment)
+    return subprocess.Popen([sys.executable, "-P", "-m", "sglang_patches.tune.moe.worker", *arguments], env=environment)
 
 
 def result(request: Request) -> Result:
