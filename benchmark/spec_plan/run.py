@@ -8,7 +8,7 @@ Serves one TP-8 rank's share of Kimi-K2.5 (61 layers, int4, random weights, rout
 GPUs every round; so compare arms by rounds, not by GPUs. A pinned acceptance is the same for a chain of any length that
 allows it, so give a plan of 3 steps or none (`--costs` of a folder with 4 and 1 draft tokens).
 
-About 80 seconds an engine. Written after every engine; the same command goes on. Exit code: 0 all was measured, 1 an
+About 2 minutes an engine. Written after every engine; the same command goes on. Exit code: 0 all was measured, 1 an
 engine failed, 2 it could not run.
 """
 
@@ -103,7 +103,7 @@ def main() -> int:
     parser.add_argument("--arms", default="", help=f"default: {','.join(ARMS)}, or those without a plan")
     parser.add_argument("--batch-sizes", default="1,2,4,8,16,32,64")
     parser.add_argument("--context", type=int, default=1024, help="prompt tokens")
-    parser.add_argument("--tokens", type=int, default=128, help="of each answer")
+    parser.add_argument("--tokens", type=int, default=512, help="of each answer; few make its prefill weigh too much")
     parser.add_argument("--repeats", type=int, default=3, help="answers of each batch size and engine")
     parser.add_argument("--rounds", type=int, default=2, help="engines of each arm")
     parser.add_argument("--layers", type=int, default=shard.WHOLE)
@@ -154,6 +154,8 @@ def _carry_out(given: argparse.Namespace, result: dict[str, Any], arms: list[str
             part = given.out.with_suffix(f".{arm}.part")
             environ = os.environ | {"CUDA_VISIBLE_DEVICES": names[gpu]}
             environ["SGLANG_SIMULATE_ACC_LEN"] = str(given.accept_length)
+            # Upstream's default commits one token id for all, so that requests would read the same experts.
+            environ["SGLANG_SIMULATE_ACC_TOKEN_MODE"] = "real-draft-token"
             # The last --out wins.
             words = [sys.executable, "-m", "benchmark.spec_plan.run", *own, "--out", str(part), "--one", arm]
             running.append((arm, number, gpu, part, subprocess.Popen(words, env=environ)))
