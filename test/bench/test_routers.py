@@ -20,6 +20,9 @@ class Gates(torch.nn.Module):
             gate.e_score_correction_bias = torch.nn.Parameter(torch.empty(384).uniform_(-1e-3, 1e-3))
             self.add_module(name, gate)
 
+    def weight(self, name: str) -> torch.Tensor:
+        return dict(self.named_parameters())[f"{name}.weight"]
+
     def chosen(self, name: str, hidden: torch.Tensor) -> int:
         gate = getattr(self, name)
         scores = torch.sigmoid(hidden @ gate.weight.T) + gate.e_score_correction_bias
@@ -35,8 +38,8 @@ def test_drawn_routers_choose_apart() -> None:
     assert routers.draw(model) == 2
     # 512 choices among 384 experts, were they even, reach 384 * (1 - (1 - 8 / 384)**64) = 284.
     assert before < 100 < 250 < model.chosen("first", hidden) < 310
-    assert not torch.equal(model.first.weight, model.second.weight)
-    assert not model.first.e_score_correction_bias.any()
+    assert not torch.equal(model.weight("first"), model.weight("second"))
+    assert not dict(model.named_parameters())["first.e_score_correction_bias"].any()
     again = Gates()
     routers.draw(again)
-    assert torch.equal(model.first.weight, again.first.weight)
+    assert torch.equal(model.weight("first"), again.weight("first"))

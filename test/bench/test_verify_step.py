@@ -298,8 +298,9 @@ def test_what_cannot_be_served_here_starts_nothing(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize(("option", "word"), [("weights", "fp4"), ("routers", "trained")])
 def test_an_unknown_share_is_refused_before_a_folder_is_made(tmp_path: Path, option: str, word: str) -> None:
+    asked: dict[str, Any] = {option: word}
     with pytest.raises(PatchError, match=f"--{option} '{word}'\n +expected"):
-        command.verify_step(tmp_path / "result", **{option: word})
+        command.verify_step(tmp_path / "result", **asked)
     assert not (tmp_path / "result").exists()
 
 

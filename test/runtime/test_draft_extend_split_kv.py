@@ -346,7 +346,8 @@ def test_a_prefill_node_does_not_say_applied(
     assert (told["result"], told["reason"]) == ("not needed", "prefill_node")
     assert hasattr(backend, patch.ATTRIBUTE) == switchable
     if switchable:
-        started = patch.Hook(SimpleNamespace(), 4, lambda: patch.backends.record(4, "applied", "now"))
+        nothing: Any = None
+        started = patch.Hook(nothing, 4, lambda: patch.backends.record(4, "applied", "now"))
         assert started.served(lambda: None, lambda: None) is True
         assert _outcome.outcomes()[patch.PATCH]["result"] == "applied"
 
