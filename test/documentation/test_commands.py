@@ -10,6 +10,7 @@ import functools
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -185,7 +186,13 @@ def _run(stage: Stage, command: Command, workplace: Path) -> str:
     if stage.program in ("", ".", "source"):
         return ""  # variables, which were looked at above, and the environment, which this is
     if stage.program == "sglang-patches":
-        done = CliRunner().invoke(app, stage.arguments, env=stage.variables, prog_name="sglang-patches")
+        words = list(stage.arguments)
+        if words[0] == "doctor" and not {"--port", "--recorded"} & set(words):
+            # A server of this machine may hold the default one, which doctor rightly finds fault with.
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                words += ["--port", str(probe.getsockname()[1])]
+        done = CliRunner().invoke(app, words, env=stage.variables, prog_name="sglang-patches")
         code, printed = done.exit_code, done.output
     elif stage.program == "python":
         run = subprocess.run([sys.executable, *stage.arguments], text=True, capture_output=True, timeout=120)
