@@ -61,7 +61,9 @@ def test_on_0_5_17_a_scheduler_tells_its_data_parallel_rank_once() -> None:
 
 def test_no_other_module_asks_for_the_version() -> None:
     """Differences between releases are the adapters'."""
-    asked = re.compile(r"sglang\.version|sglang\.__version__|import __version__|installed\.release\s*[<>=]|version\(.sglang.\)")
+    asked = re.compile(
+        r"sglang\.version|sglang\.__version__|import __version__|installed\.release\s*[<>=]|version\(.sglang.\)"
+    )
     for file in (REPO / "python/sglang_patches/runtime").rglob("*.py"):
         assert not asked.search(file.read_text()), file
 

@@ -42,7 +42,9 @@ class Grid(BaseModel):
     tokens: int = Field(description="Generated per request, round and cell.")
     eager_everywhere: bool = False
     profiled: bool = True
-    drawn_routers: bool = Field(default=False, description="Routers that spread tokens over all experts; `routers` says why.")
+    drawn_routers: bool = Field(
+        default=False, description="Routers that spread tokens over all experts; `routers` says why."
+    )
 
     @property
     def requests(self) -> int:
