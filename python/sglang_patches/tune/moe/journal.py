@@ -26,7 +26,7 @@ from sglang_patches.tune.moe.space import Config, parse
 
 FORMAT = 1
 Record = dict[str, Any]
-Cell = tuple[str, int, str]  # product, tokens, configuration
+Cell = tuple[Gemm, int, str]  # product, tokens, configuration
 
 
 def append(file: Path, record: Record) -> None:

@@ -126,7 +126,7 @@ def _floor(result: Result) -> str:
     )
     if result.broken_floors:
         at = ", ".join(str(tokens) for tokens in result.broken_floors)
-        told += f"\n**At {at} tokens less than that was measured, so there it is no floor**: look for what is reckoned wrong."
+        told += f"\n**At {at} tokens less than that was measured, so there it is no floor.** Look for what is wrong."
     return told
 
 
