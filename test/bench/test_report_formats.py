@@ -41,6 +41,10 @@ def test_every_committed_result_is_shown() -> None:
     assert slices.headline == "shard: slices up to 16 requests, faster than an eager pass at every measured size"
     times = next(table for table in slices.tables if table.title == "shard: ms, medians over cycles")
     assert [cell.text for cell in times.rows[-1]][:4] == ["16", "on", "60", "12.68"]
+    tiles = shown["benchmark/results/h200-moe-tune/tiles.json"]
+    assert (tiles.kind, tiles.when[:10], tiles.warnings) == ("tune moe", "2026-11-30", [])
+    assert [cell.text for cell in tiles.tables[0].rows[0]][:4] == ["1", "58.2", "31.2", "0.535 (0.533 to 0.537)"]
+    assert tiles.command.endswith("tune moe --out h200-moe-tune --seconds 94")
     quality = shown["benchmark/results/cpu-oea-quality/samples.json"]
     assert (quality.kind, quality.headline) == ("oea.quality", "21 rows")
     assert quality.tables[0].columns[:6] == ["phase", "requests", "tokens", "rule", "kl", "kl p99"]

@@ -20,6 +20,7 @@ PATH = "sglang/srt/layers/moe/moe_runner/triton_utils/fused_moe_triton_config.py
 VERSION = f"triton_{triton.__version__.replace('.', '_')}"
 UP = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 32, "BLOCK_SIZE_K": 256, "GROUP_SIZE_M": 1, "num_warps": 2, "num_stages": 4}
 DOWN = {**UP, "BLOCK_SIZE_N": 128, "USE_TMA": True}
+MEASURED = Path(__file__).parents[2] / "benchmark/results/h200-moe-tune"
 NAME = "E=384,N=256,device_name=Imagined_GPU.json"
 
 
@@ -170,8 +171,33 @@ def test_deterministic_inference_takes_none(patched: Any, put: Callable[..., Pat
     assert "deterministic" in told()["detail"]
 
 
+def test_ours_for_the_h200_are_found(patched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the lane's Triton, at each token count what was measured, behind those what upstream takes without a table."""
+    monkeypatch.setattr(patched, "get_device_name", lambda: "NVIDIA H200")
+    rows = json.loads((MEASURED / "tiles.json").read_text())["rows"]
+    assert [row["tokens"] for row in rows] == [1, 2, 4, 8, 16, 24, 32, 48, 64]
+    for row in rows:
+        config, down = taken(patched, row["tokens"])
+        assert config == row["chosen"]["gate_up"], "another Triton: tune again"
+        # Upstream hands TMA of gate and up to the launch apart from the tiles.
+        assert down == row["chosen"]["down"]
+    lookups = told()["lookups"]
+    for label in ("E=384,N=256", "E=384,N=256_down"):
+        assert lookups[label]["result"] == "applied"
+        assert Path(lookups[label]["table"]).is_relative_to(moe_config_tables.SHIPPED)
+    for tokens in (66, 384, 385, 4096):
+        assert taken(patched, tokens)[0] == patched.get_default_config(tokens, 384, 256, 7168, 8, None, False)
+
+
+def test_what_we_ship_is_what_was_measured() -> None:
+    files = list(moe_config_tables.SHIPPED.glob("configs/triton_*/*.json"))
+    measured = {file.relative_to(MEASURED): file.read_text() for file in MEASURED.glob("configs/*/*.json")}
+    assert {file.relative_to(moe_config_tables.SHIPPED): file.read_text() for file in files} == measured
+
+
 def test_the_tables_that_we_ship_can_be_read_and_come_in_pairs() -> None:
     files = list(moe_config_tables.SHIPPED.glob("configs/triton_*/*.json"))
+    assert files
     for file in files:
         table = moe_config_tables.read(file)
         other = file.with_name(file.name.replace("_down.json", ".json").replace(".json", "_down.json"))

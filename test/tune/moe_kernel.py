@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 os.environ |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "SGLANG_PATCHES": "none"}
+# As `parent` starts a worker: a CPU server without patches lacks its sgl_kernel.
+os.environ.pop("SGLANG_USE_CPU_ENGINE", None)
 
 import torch
 

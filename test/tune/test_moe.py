@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from sglang_patches.tune.moe.geometry import GEMMS, Geometry, from_document, kim
 from sglang_patches.tune.moe.journal import Known
 from sglang_patches.tune.moe.space import Config, Device
 
+COMMITTED = Path(__file__).parents[2] / "benchmark/results/h200-moe-tune"
+COMMITTED_TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 KIMI = kimi_k25()
 INT4 = Geometry(384, 7168, 256, 8, "int4_w4a16", (0, 32))
 FP8 = Geometry(384, 7168, 256, 8, "fp8_w8a8", (128, 128))
@@ -354,7 +357,60 @@ def test_the_result_of_two_gpus(measured: parent.Request) -> None:
     # At 8 the layer is no faster, at 16 it was not reached: upstream's own stands there, and behind it.
     assert found.tables["gate_up"] == {1: FAST.entry(), **dict.fromkeys((8, 16, 18), OWN.entry()), 385: SLOW.entry()}
     assert found.failed == [f"down {SLOW}: out of shared memory"]
-    assert found.lines[0].floor_us == pytest.approx(8 * 3 * 256 * 7168 * 2 / 4e12 * 1e6)
+    # 12 us for gate_up of 16 tokens is faster than the copy's 4 TB/s.
+    rate = KIMI.active(16) * KIMI.expert_bytes("gate_up") / 12e-6
+    assert found.rate.bytes_a_second == pytest.approx(rate)
+    assert found.rate.of == f"gate_up at 16 tokens, {FAST}"
+    assert found.lines[0].floor_us == pytest.approx(8 * 3 * 256 * 7168 * 2 / rate * 1e6)
+    assert found.broken_floors == []
+
+
+def test_a_floor_above_a_measurement_is_told(measured: parent.Request) -> None:
+    """Products alone took 19 us and the layer with ours 1: then bytes, experts or times are reckoned wrong."""
+    file = measured.out / "samples-0.jsonl"
+    file.write_text(file.read_text().replace('"tuned":[', '"tuned":[0.'))
+    found = parent.result(measured)
+    assert found.broken_floors == [1]
+    report.write(found, {})
+    readme = (measured.out / "README.md").read_text()
+    assert "At 1 tokens less than that was measured, so there it is no floor" in readme
+    assert "| no floor: " in readme
+    told = json.loads((measured.out / "tiles.json").read_text())
+    assert [row["floor_holds"] for row in told["rows"]] == [False, True, True]
+
+
+def test_a_copy_that_is_slower_than_reading_is_no_floor() -> None:
+    """A run on an H200 noted 2.8 TB/s for a copy, and its own kernels read 4.5."""
+    request = parent.Request(KIMI, COMMITTED_TOKENS, COMMITTED, ("0",))
+    found = parent.result(request)
+    copied = found.facts["bandwidth"]
+    assert copied < 2.8e12
+    assert 4.4e12 < found.rate.bytes_a_second < 4.8e12, "of the data sheet"
+    assert found.broken_floors == []
+    assert all(0.5 < line.floor_us / line.verdict.tuned < 1 for line in found.lines if line.verdict)
+    by_copy = [replace(line, floor_us=line.floor_us * found.rate.bytes_a_second / copied) for line in found.lines]
+    assert not any(line.floor_holds for line in by_copy)
+
+
+def test_the_committed_result_is_what_its_samples_give(tmp_path: Path) -> None:
+    for file in COMMITTED.glob("samples*.jsonl"):
+        shutil.copy(file, tmp_path)
+    written = json.loads((COMMITTED / "tiles.json").read_text())
+    found = parent.result(parent.Request(KIMI, COMMITTED_TOKENS, tmp_path, ("0",)))
+    for file in report.write(found, written["provenance"]):
+        assert file.read_text() == (COMMITTED / file.relative_to(tmp_path)).read_text()
+    assert json.loads((tmp_path / "tiles.json").read_text()) == written
+    assert (COMMITTED / "README.md").read_text().startswith((tmp_path / "README.md").read_text())
+
+
+def test_a_report_keeps_what_measured(measured: parent.Request) -> None:
+    command = ["python", "-m", "sglang_patches.cli", "tune", "moe", "--out", "there"]
+    report.write(parent.result(measured), {"command": command, "code": "x"})
+    kept = report.measured_by(measured.out)
+    assert kept is not None
+    assert kept["code"] == "x"
+    assert "    sglang-patches tune moe --out there\n" in (measured.out / "README.md").read_text()
+    assert report.measured_by(measured.out / "configs") is None
 
 
 def test_the_folder(measured: parent.Request) -> None:
@@ -364,7 +420,7 @@ def test_the_folder(measured: parent.Request) -> None:
     readme = (measured.out / "README.md").read_text()
     assert "0.75" in readme
     assert "| 16 | - | - | not reached |" in readme
-    told = json.loads((measured.out / "result.json").read_text())
+    told = json.loads((measured.out / "tiles.json").read_text())
     assert [row["ours"] for row in told["rows"]] == [True, False, False]
     assert told["provenance"] == {"code": "x"}
 
@@ -394,10 +450,12 @@ def test_samples_of_other_gpus_are_refused(measured: parent.Request) -> None:
 def test_a_process_that_a_kernel_took_down_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codes: list[int], starts: int
 ) -> None:
+    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
     begun = run_with(codes, monkeypatch, parent.Request(KIMI, (1, 2), tmp_path, ("5",)))
     assert len(begun) == starts
     assert begun[0]["CUDA_VISIBLE_DEVICES"] == "5"
     assert begun[0]["SGLANG_PATCHES"] == "none", "upstream as it is"
+    assert "SGLANG_USE_CPU_ENGINE" not in begun[0], "without patches there is no sgl_kernel for it"
 
 
 def test_a_process_that_fails_otherwise_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

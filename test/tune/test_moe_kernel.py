@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,9 @@ from sglang_patches.tune.moe.geometry import Dtype
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("tune")
     command = [sys.executable, str(Path(__file__).with_name("moe_kernel.py")), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    # What other tests' modules set when they are collected; here always, so that it is not by the order of tests.
+    env = {**os.environ, "SGLANG_USE_CPU_ENGINE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env)
     assert done.returncode == 0, done.stderr[-2000:]
     told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return told

@@ -65,6 +65,9 @@ def test_the_wheel_carries_patches_recipes_and_start_up_file(wheel: Path) -> Non
         files = {file.relative_to(REPO).as_posix() for file in (REPO / folder).rglob("*") if file.is_file()}
         assert files
         assert {f"sglang_patches/{name}" for name in files} <= names
+    data = [file for file in (REPO / "python").rglob("*.json") if "__pycache__" not in file.parts]
+    assert any("moe_config_tables" in file.parts for file in data)
+    assert {file.relative_to(REPO / "python").as_posix() for file in data} <= names
     assert {"sglang_patches.pth", "sglang_patches/activate.py", "sgl_kernel_cpu/__init__.py"} <= names
     assert not [name for name in names if "__pycache__" in name or name.startswith("test")]
 

@@ -87,9 +87,12 @@ def moe(
             typer.echo("interrupted: what was measured is kept; the same command goes on", err=True)
             raise typer.Exit(130) from None
         result = parent.result(request)
-        written = reports.write(result, _provenance())
+        measured_by = reports.measured_by(out) if report else None
+        written = reports.write(result, measured_by or _provenance())
         typer.echo(reports.lines_of(result))
         typer.echo(reports.headline(result))
+        if result.broken_floors:
+            typer.echo(f"`bytes alone` is above what was measured, at {result.broken_floors} tokens", err=True)
         for file in written:
             typer.echo(str(file))
 
@@ -134,5 +137,7 @@ def _tokens(text: str) -> tuple[int, ...]:
 
 def _provenance() -> dict[str, object]:
     from sglang_patches.document import collect
+    from sglang_patches.document.unnamed import unnamed
 
-    return collect.environment(with_time=True).model_dump(mode="json")
+    told: dict[str, object] = unnamed(collect.environment(with_time=True).model_dump(mode="json"))
+    return told

@@ -6,6 +6,7 @@ Each reader takes JSON data and returns a section, or None where the data is not
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
@@ -39,7 +40,7 @@ def read(file: Path) -> Section | None:
         raise PatchError(f"{file}: not JSON: {error}\n  remedy     restore it (git checkout {file})") from None
     if not isinstance(data, dict):
         return None
-    for reader in (_tune, _verify_step, _speed, _agree, _stress, _slices, _script):
+    for reader in (_tune, _tiles, _verify_step, _speed, _agree, _stress, _slices, _script):
         try:
             section = reader(data, file)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
@@ -95,6 +96,36 @@ def _tune(data: Data, file: Path) -> Section | None:
         section.warnings.append(f"cut short: {measured.interrupted}")
     replays = sum(len(rank) for run in measured.runs for ranks in run.samples.values() for rank in ranks)
     section.facts.append(("raw samples", f"{replays:,} replays of {job.calls} all-reduces, over all ranks"))
+    return section
+
+
+def _tiles(data: Data, file: Path) -> Section | None:
+    """`sglang-patches tune moe`"""
+    if not {"geometry", "rows", "fastest_reading"} <= data.keys():
+        return None
+    from sglang_patches.tune.moe.space import read as tiles
+
+    section = _section(data, file, "tune moe", data["headline"], data["provenance"])
+    rows = []
+    for row in data["rows"]:
+        layer, cells = row["layer"], [Cell(str(row["tokens"]), number=True)]
+        if layer is None:
+            cells += [Cell("-"), Cell("-"), Cell("upstream's choice, or not reached")]
+        else:
+            high = math.inf if layer["high"] is None else layer["high"]
+            tone = "good" if high < 1 else "bad" if layer["low"] > 1 else "unclear"
+            cells += [Cell(f"{layer[name]:.1f}", number=True) for name in ("upstream_us", "tuned_us")]
+            told = f"{layer['ratio']:.3f} ({layer['low']:.3f} to {high:.3f})"
+            cells.append(Cell(told, Interval(layer["ratio"], layer["low"], high), tone, number=True))
+        cells.append(Cell(f"{row['floor_us']:.1f}" if row["floor_holds"] else "no floor", number=True))
+        cells += [Cell(str(tiles(row["chosen"][gemm]))) for gemm in ("gate_up", "down")]
+        rows.append(cells)
+    columns = ["tokens", "upstream, µs", "ours, µs", "ours / upstream", "bytes alone, µs", "gate_up", "down"]
+    fastest = data["fastest_reading"]
+    note = f"bytes alone: active experts at {fastest['bytes_a_second'] / 1e9:.0f} GB/s, {fastest['of']}"
+    section.tables = [Table(f"a whole layer on {data['facts']['device']}", columns, rows, note)]
+    if not all(row["floor_holds"] for row in data["rows"]):
+        section.warnings.append("less than `bytes alone` was measured: something is reckoned wrong")
     return section
 
 

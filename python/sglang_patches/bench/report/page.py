@@ -16,6 +16,7 @@ from sglang_patches.bench import folder
 from sglang_patches.bench.report import charts, older, sections
 from sglang_patches.bench.report.sections import Section
 from sglang_patches.errors import PatchError
+from sglang_patches.tune.moe import tables
 
 #: Where results are looked for when none is named, below the working directory.
 ROOTS = ("benchmark/results", "benchmark/allreduce/results", "benchmark/tiny_kimi/results")
@@ -76,6 +77,9 @@ def _places(root: Path) -> Iterator[Path]:
         if folder.RESULT in files or "turns.jsonl" in files:
             inside.clear()
             yield Path(name)
+        elif tables.RESULT in files:  # the tables below are what it tells
+            inside.clear()
+            yield Path(name, tables.RESULT)
         else:
             yield from (Path(name, file) for file in sorted(files) if file.endswith(".json"))
 

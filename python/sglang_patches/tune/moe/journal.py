@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from sglang_patches.tune.moe.space import Config, parse
 
 FORMAT = 1
 Record = dict[str, Any]
-Cell = tuple[str, int, str]  # product, tokens, configuration
+Cell = tuple[Gemm, int, str]  # product, tokens, configuration
 
 
 def append(file: Path, record: Record) -> None:
@@ -119,6 +119,15 @@ class Known:
     def of(self, gemm: Gemm, tokens: int) -> dict[Config, list[float]]:
         """Screened configurations of one product at one token count."""
         return {parse(told): us for (of, at, told), us in self.screened.items() if (of, at) == (gemm, tokens)}
+
+    def products(self) -> Iterator[tuple[Cell, list[float]]]:
+        """Every sample of one product: its replays, microseconds a call."""
+        yield from self.screened.items()
+        for tokens, rounds in self.final.items():
+            for record in rounds:
+                for gemm, configs in record["us"].items():
+                    for config, us in configs.items():
+                        yield (gemm, tokens, config), us
 
     def bad(self, gemm: Gemm, config: Config, tolerance: float) -> str:
         """Why a configuration is out for this product; empty where it is not."""

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from sglang_patches import upstream
@@ -41,6 +42,14 @@ class Request:
     candidates: int = 0
 
 
+@dataclass(frozen=True, order=True)
+class Rate:
+    """Bytes a second that memory was seen to move, and what moved them."""
+
+    bytes_a_second: float
+    of: str
+
+
 @dataclass(frozen=True)
 class Line:
     """One token count of the result.
@@ -49,6 +58,7 @@ class Line:
         chosen: what the table has; upstream's own where ours is not faster beyond chance.
         candidate: the fastest pair by single products; None if nothing was measured.
         verdict: of the whole layer, None where the candidate is upstream's own or was not reached.
+        floor_us: of the weights of the experts that are expected to be active, at `Result.rate`.
     """
 
     tokens: int
@@ -59,16 +69,31 @@ class Line:
     floor_us: float
     differs: float | None
 
+    @property
+    def floor_holds(self) -> bool:
+        """Whether the whole layer took no less than `floor_us`, with upstream's choice and with ours."""
+        return self.verdict is None or min(self.verdict.upstream, self.verdict.tuned) >= self.floor_us
+
 
 @dataclass
 class Result:
-    """All of it. `tables` is empty where ours wins nowhere: then upstream should go without a file."""
+    """All of it. `tables` is empty where ours wins nowhere: then upstream should go without a file.
+
+    Attributes:
+        rate: the fastest that this run saw memory move; what `Line.floor_us` is reckoned by.
+    """
 
     request: Request
     facts: Record
+    rate: Rate
     lines: list[Line] = field(default_factory=list)
     tables: dict[Gemm, Table] = field(default_factory=dict)
     failed: list[str] = field(default_factory=list)
+
+    @property
+    def broken_floors(self) -> list[int]:
+        """Token counts at which less than the floor was measured, so that it is none."""
+        return [line.tokens for line in self.lines if not line.floor_holds]
 
     @property
     def better(self) -> list[Line]:
@@ -166,7 +191,9 @@ def _start(request: Request, place: int, tokens: tuple[int, ...]) -> subprocess.
     }  # fmt: skip
     # Upstream as it is: a patch that answers the lookup would be measured against itself.
     environment = {**os.environ, "SGLANG_PATCHES": "none"}
-    environment.pop("SGLANG_MOE_CONFIG_DIR", None)
+    # As a CPU server, upstream asks for a CPU build of sgl_kernel, which a patch brings and `none` leaves out.
+    for name in ("SGLANG_MOE_CONFIG_DIR", "SGLANG_USE_CPU_ENGINE"):
+        environment.pop(name, None)
     if request.gpus:
         environment["CUDA_VISIBLE_DEVICES"] = request.gpus[place]
     else:
@@ -188,10 +215,10 @@ def result(request: Request) -> Result:
     names = {json.dumps(known.facts["names"]) for known in parts} | {known.facts["triton"] for known in parts}
     if len(names) != 2:
         raise PatchError(f"{request.out}: samples of GPUs or Triton releases that differ\n  remedy     tune them apart")
-    made = Result(request, parts[-1].facts)
+    made = Result(request, parts[-1].facts, max(rate(request.geometry, known) for known in parts))
     changed = sum(len(known.layer) for known in parts)
     for known in parts:
-        made.lines += _lines(request.geometry, known, changed)
+        made.lines += _lines(request.geometry, known, changed, made.rate)
         made.failed += [f"{gemm} {config}: {why}" for (gemm, _, config), why in known.failed.items()]
     made.lines.sort(key=lambda line: line.tokens)
     if made.better:
@@ -209,7 +236,20 @@ def _row(told: dict[str, str]) -> Row:
     return {gemm: parse(told[gemm]) for gemm in GEMMS}
 
 
-def _lines(geometry: Geometry, known: Known, comparisons: int) -> list[Line]:
+def rate(geometry: Geometry, known: Known) -> Rate:
+    """The fastest of one GPU: of the copy, and of each product's weights in the median of a sample's replays.
+
+    Reading alone is faster than a copy, which also writes, by how much depends on the kernel. So no kernel of ours
+    would tell a floor: the fastest of some hundred of upstream's does, and no product is below it.
+    """
+    found = [Rate(known.facts["bandwidth"], "a copy, read and written bytes")]
+    for (gemm, tokens, config), samples in known.products():
+        reads = geometry.active(tokens) * geometry.expert_bytes(gemm)
+        found.append(Rate(reads / median(samples) * 1e6, f"{gemm} at {tokens} tokens, {config}"))
+    return max(found)
+
+
+def _lines(geometry: Geometry, known: Known, comparisons: int, fastest: Rate) -> list[Line]:
     lines = []
     for at, told in known.facts["upstream"].items():
         tokens, own = int(at), _row(told)
@@ -226,5 +266,6 @@ def _lines(geometry: Geometry, known: Known, comparisons: int) -> list[Line]:
             if verdict is not None and verdict.ours and right:
                 chosen = {"gate_up": candidate.gate_up, "down": candidate.down}
         reads = geometry.active(tokens) * sum(geometry.expert_bytes(gemm) for gemm in GEMMS)
-        lines.append(Line(tokens, own, chosen, candidate, verdict, reads / known.facts["bandwidth"] * 1e6, differs))
+        floor = reads / fastest.bytes_a_second * 1e6
+        lines.append(Line(tokens, own, chosen, candidate, verdict, floor, differs))
     return lines

@@ -1,10 +1,10 @@
-"""The folder of `tune moe` beside its samples: the tables, result.json and README.md."""
+"""The folder of `tune moe` beside its samples: the tables, tiles.json and README.md."""
 
 from __future__ import annotations
 
 import json
 import math
-import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,8 @@ def lines_of(result: Result) -> str:
         pair = line.candidate
         told = [str(pair.gate_up), str(pair.down)] if pair else ["-", "-"]
         taken = "ours" if line.chosen != line.upstream else "upstream's"
-        rows.append(
-            f"| {line.tokens} | {theirs} | {ours} | {ratio} | {line.floor_us:.1f} | {told[0]} | {told[1]} | {taken} |"
-        )
+        floor = f"{line.floor_us:.1f}" if line.floor_holds else f"no floor: {line.floor_us:.1f}"
+        rows.append(f"| {line.tokens} | {theirs} | {ours} | {ratio} | {floor} | {told[0]} | {told[1]} | {taken} |")
     return "\n".join(rows)
 
 
@@ -43,7 +42,7 @@ def _same(line: Line) -> bool:
 
 
 def document(result: Result, provenance: dict[str, Any]) -> dict[str, Any]:
-    """result.json."""
+    """tiles.json; rows have the floor as `Line` has it."""
 
     def row(line: Line) -> dict[str, Any]:
         verdict = line.verdict
@@ -62,14 +61,18 @@ def document(result: Result, provenance: dict[str, Any]) -> dict[str, Any]:
             "products_us": line.candidate and line.candidate.us,
             "layer": told,
             "floor_us": line.floor_us,
+            "floor_holds": line.floor_holds,
             "outputs_differ": line.differs,
         }
 
     facts = {name: value for name, value in result.facts.items() if name not in ("record", "upstream", "beyond")}
     return {
         "format": 1,
+        "headline": headline(result),
+        "when": str(provenance.get("time") or ""),
         "geometry": result.request.geometry.document(),
         "facts": facts,
+        "fastest_reading": asdict(result.rate),
         "rows": [row(line) for line in result.lines],
         "failed": result.failed,
         "provenance": provenance,
@@ -83,9 +86,25 @@ def write(result: Result, provenance: dict[str, Any]) -> list[Path]:
     if result.tables:
         written = tables.write(out, facts["triton"], facts["names"], result.tables)
     text = json.dumps(document(result, provenance), indent=1)
-    (out / "result.json").write_text(text + "\n", encoding="utf-8")
-    (out / "README.md").write_text(_readme(result, written), encoding="utf-8")
+    (out / tables.RESULT).write_text(text + "\n", encoding="utf-8")
+    (out / "README.md").write_text(_readme(result, written, _arguments(provenance)), encoding="utf-8")
     return written
+
+
+def measured_by(out: Path) -> dict[str, Any] | None:
+    """The provenance in a folder that was reported on before: that of the machine that measured; None without one."""
+    try:
+        told = json.loads((out / tables.RESULT).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    found = told.get("provenance") if isinstance(told, dict) else None
+    return found if isinstance(found, dict) else None
+
+
+def _arguments(provenance: dict[str, Any]) -> list[str]:
+    """Of the command that measured, behind the program's name."""
+    command = [str(part) for part in provenance.get("command") or ()]
+    return command[command.index("tune") :] if "tune" in command else ["tune", "moe"]
 
 
 def headline(result: Result) -> str:
@@ -100,7 +119,18 @@ def headline(result: Result) -> str:
     )
 
 
-def _readme(result: Result, written: list[Path]) -> str:
+def _floor(result: Result) -> str:
+    told = (
+        "Bytes alone: weights of the experts that so many random tokens are expected to use, at the fastest rate that\n"
+        f"this run saw, {result.rate.bytes_a_second / 1e9:.0f} GB/s ({result.rate.of})."
+    )
+    if result.broken_floors:
+        at = ", ".join(str(tokens) for tokens in result.broken_floors)
+        told += f"\n**At {at} tokens less than that was measured, so there it is no floor.** Look for what is wrong."
+    return told
+
+
+def _readme(result: Result, written: list[Path], arguments: list[str]) -> str:
     request, facts, g = result.request, result.facts, result.request.geometry
     shape = f", blocks of {g.block_shape}" if g.block_shape else ""
     found = "\n".join(f"- `{file.relative_to(request.out)}`" for file in written) or "- none"
@@ -108,9 +138,9 @@ def _readme(result: Result, written: list[Path]) -> str:
         f"{g.experts} experts, {g.top_k} a token, hidden {g.hidden}, intermediate {g.intermediate} on this rank, "
         f"{g.dtype}{shape}; Triton {facts['triton']}, torch {facts['torch']}.",
         "Microseconds of one whole layer (sort, two products, activation, sum) in a captured graph,",
-        f"{facts['layers']} layers' weights in turn, random distinct experts; 95 % intervals that hold for all rows",
-        "together. Bytes alone: the active experts' weights at the rate at which a copy reads and writes, "
-        f"{facts['bandwidth'] / 1e9:.0f} GB/s.",
+        f"{facts['layers']} layers' weights in turn, random distinct experts; 95 % intervals that hold for all",
+        "rows together.",
+        _floor(result),
         "A configuration is block_m x block_n x block_k, g group, w warps, s stages.",
     )
     paragraph = "\n".join(told)
@@ -128,10 +158,10 @@ takes without them.
 ## Files
 
 {found}
-- `samples*.jsonl`: every sample; `result.json`: this table, and what made it (`provenance`)
-- {len(result.failed)} configurations did not run or were wrong; `failed` in result.json says why
+- `samples*.jsonl`: every sample; `tiles.json`: this table, and what made it (`provenance`)
+- {len(result.failed)} configurations did not run or were wrong; `failed` in tiles.json says why
 
 ## Again
 
-    sglang-patches {" ".join(sys.argv[1:])}
+    sglang-patches {" ".join(arguments)}
 """

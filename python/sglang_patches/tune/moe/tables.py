@@ -15,6 +15,9 @@ from pathlib import Path
 from sglang_patches.tune.moe.geometry import Gemm
 from sglang_patches.tune.moe.space import Config
 
+#: The result beside the tables. Not result.json, which is what `bench` writes.
+RESULT = "tiles.json"
+
 Row = dict[Gemm, Config]
 Table = dict[int, dict[str, int | bool]]
 
