@@ -44,7 +44,7 @@ SWEPT = {
     "16 rows, 128 tokens": Tiles(16, 128, 4, 3, 2),
     "16 rows, 128 tokens, 8 warps": Tiles(16, 128, 8, 3, 2),
     "32 rows": ROWS_32,
-    "32 rows, 5 stages": Tiles(32, 64, 4, 5, 2),
+    "32 rows, 3 stages": Tiles(32, 64, 4, 3, 2),
     "32 rows, 8 warps": Tiles(32, 64, 8, 3, 2),
     "32 rows, 128 tokens, 8 warps": Tiles(32, 128, 8, 3, 1),
     "64 rows": ROWS_64,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -334,14 +333,16 @@ def run(
     starts = healthy and not dry_run
     if starts and wanted.keys:
         launch.argv += api_key.hand_over({option: key for option, (key, _) in wanted.keys.items()})
-    changed = {key: value for key, value in launch.env.items() if os.environ.get(key) != value}
-    # Quoted behind the sign: a shell takes 'A=b c' for a program's name.
-    assignments = [f"{key}={shlex.quote(value)}" for key, value in sorted(secrets.mask(changed).items())]
-    print("launch:", *assignments, shlex.join(secrets.command(launch.argv)), flush=True)
+    print("launch:", secrets.line(launch.argv, launch.env, os.environ), flush=True)
     if not starts:
         if not healthy and not dry_run:
             print("launch: not started, because of the failures above; --no-doctor starts all the same", flush=True)
         return healthy
+    if not serve.port_is_free(wanted.port):
+        raise PatchError(
+            f"port {wanted.port} is in use\n"
+            f"  remedy     another --port, or end what holds it: ss -ltnp 'sport = :{wanted.port}'"
+        )
     (execute or os.execvpe)(launch.argv[0], launch.argv, launch.env)
     return True
 

@@ -13,6 +13,7 @@ import os
 import re
 import select
 import shlex
+import shutil
 import socket
 import sys
 import time
@@ -185,6 +186,17 @@ def try_line(url: str, name: str, key: str = "") -> str:
     return f"curl -s {url}/v1/chat/completions{key} {asked}"
 
 
+def program() -> str:
+    """How ``sglang-patches`` is called from the shell that started this, which may not have its environment active."""
+    if shutil.which("sglang-patches"):
+        return "sglang-patches"
+    beside = Path(sys.executable).parent / "sglang-patches"
+    if not beside.is_file():
+        return f"{shlex.quote(sys.executable)} -m sglang_patches.cli"
+    here = Path.cwd()
+    return shlex.quote(str(beside.relative_to(here) if beside.is_relative_to(here) else beside))
+
+
 def what_to_try(url: str, name: str, header: tuple[str, str]) -> str:
     """What is told of a server that is ready; ``header`` as `api_key.header` gives it."""
     key, before = header
@@ -193,7 +205,7 @@ def what_to_try(url: str, name: str, header: tuple[str, str]) -> str:
         "Try:",
         *(f"  {command}" for command in commands),
         f"Code state and accept length: curl -s{key} {url}/server_info",
-        f"Watch it: sglang-patches top --url {url}\n",
+        f"Watch it: {program()} top --url {url}\n",
     ])  # fmt: skip
 
 
@@ -265,7 +277,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
     for note in launch.notes:
         print(f"serve: {note}")
-    print(f"serve: {shlex.join(secrets.command(launch.argv))}")
+    print("serve:", secrets.line(launch.argv, launch.env, os.environ))
     print("serve: starting; a small model takes about a minute, a large one as long as its weights take to load")
     sys.stdout.flush()
     _spawn_watcher(f"http://{launch.host}:{given.port}", launch.name, api_key.header(given.extra, os.environ))

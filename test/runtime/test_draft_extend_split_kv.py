@@ -89,6 +89,7 @@ def test_other_types_round_only(kernels: Any, dtype: str) -> None:
     [
         (launch.ROWS_16, 120, "bf16", 128),
         (launch.ROWS_32, 89, "fp8e4nv", 128),
+        (launch.ROWS_32, 80, "bf16", 128),
         (launch.ROWS_32, 90, "bf16", 256),
         (launch.ROWS_64, 100, "bf16", 256),
     ],
@@ -346,7 +347,7 @@ def test_a_prefill_node_does_not_say_applied(
     assert (told["result"], told["reason"]) == ("not needed", "prefill_node")
     assert hasattr(backend, patch.ATTRIBUTE) == switchable
     if switchable:
-        nothing: Any = None
+        nothing: Any = SimpleNamespace()
         started = patch.Hook(nothing, 4, lambda: patch.backends.record(4, "applied", "now"))
         assert started.served(lambda: None, lambda: None) is True
         assert _outcome.outcomes()[patch.PATCH]["result"] == "applied"

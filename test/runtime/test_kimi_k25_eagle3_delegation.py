@@ -88,6 +88,16 @@ def test_the_bundled_pair_fits_without_a_remark(target: ModelConfig) -> None:
     assert check(pair_of(DRAFT, target)) == []
 
 
+def test_a_target_in_the_drafts_place_is_refused(target: ModelConfig) -> None:
+    """Its widths and vocabulary fit, of course."""
+    swapped_in = startup.make_pair(
+        SimpleNamespace(download_dir=None), target, ModelConfig(str(TARGET), is_draft_model=True, **EAGLE3)
+    )
+    reason, *_ = refused(swapped_in)
+    assert reason.startswith("config.json architectures is KimiK25ForConditionalGeneration, a whole model")
+    assert "LlamaForCausalLMEagle3" in reason
+
+
 def ids(*numbers: int) -> Config:
     return {"eagle_config": {"eagle_aux_hidden_state_layer_ids": list(numbers), "use_aux_hidden_state": True}}
 

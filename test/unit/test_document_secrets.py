@@ -105,6 +105,14 @@ def test_counts_of_tokens_are_kept() -> None:
     assert secrets.mask({"keys": "12,,13"}) == {"keys": "***"}
 
 
+def test_a_line_for_a_shell_has_what_the_shell_lacks_in_front() -> None:
+    before = {"HOME": "/root", "SGLANG_PATCHES": "all"}
+    environ = {**before, "SGLANG_USE_CPU_ENGINE": "1", "X_TEXT": "a b", "SGLANG_API_KEY": SECRET}
+    assert secrets.line(["python", "-m", "x", "--api-key", SECRET], environ, before) == (
+        "SGLANG_API_KEY='***' SGLANG_USE_CPU_ENGINE=1 X_TEXT='a b' python -m x --api-key '***'"
+    )
+
+
 def test_only_listed_variables_are_told() -> None:
     environ = {"HOME": "/root", "PATH": "/bin", "AWS_REGION": "x", "MY_NCCL_PROTO": "LL", "NCCL_PROTO": "LL"}
     assert secrets.environment(environ) == {"NCCL_PROTO": "LL"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -295,6 +296,18 @@ def test_a_recipe_for_cuda_starts_nothing_without_a_gpu(
     file.write_text(yaml.safe_dump({"description": "x", "model": "test/models/tiny-kimi", "device": "cuda"}))
     assert not launch.run(str(file), ["--port", "29418"], dry_run=True, with_doctor=True)
     assert "is for CUDA (device: cuda), and this machine has no GPU" in capfd.readouterr().out
+
+
+def test_a_port_in_use_starts_nothing_without_doctor_either() -> None:
+    """Upstream would warm up against whoever holds it, for minutes."""
+    executed: list[Any] = []
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        with pytest.raises(PatchError, match=f"port {port} is in use"):
+            launch.run("tiny-cpu", ["--port", port], False, False, execute=lambda *call: executed.append(call))
+    assert not executed
 
 
 def test_usage_errors() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
@@ -128,6 +129,14 @@ def command(arguments: Sequence[str]) -> list[str]:
             # Options may take several values, so the name holds until the next option.
             out.append(MASK if hide and is_secret(hide, argument) else mask_text(argument))
     return out
+
+
+def line(arguments: Sequence[str], environ: Mapping[str, str], before: Mapping[str, str]) -> str:
+    """`command` for a shell, with the variables in front that ``environ`` has and ``before``, the shell's, has not."""
+    changed = {key: value for key, value in environ.items() if before.get(key) != value}
+    # Quoted behind the sign: a shell takes 'A=b c' for a program's name.
+    assignments = [f"{key}={shlex.quote(value)}" for key, value in sorted(mask(changed).items())]
+    return " ".join([*assignments, shlex.join(command(arguments))])
 
 
 # Variables that make a command do something else. Of those in `_ALLOWED`, an image sets many for itself: they do not.

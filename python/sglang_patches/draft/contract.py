@@ -117,6 +117,17 @@ def check(pair: Pair) -> list[Finding]:
     return found
 
 
+def _whole_model(pair: Pair) -> Iterator[Finding]:
+    """A target in the draft's place, as where the two folders were given the wrong way round."""
+    if pair.architecture.endswith("ForConditionalGeneration"):
+        known = ", ".join(conventions.ARCHITECTURES)
+        yield Finding(
+            True,
+            f"config.json architectures is {pair.architecture}, a whole model that takes images and no EAGLE-3 draft; "
+            f"drafts known here are {known}, and speculators' format",
+        )
+
+
 def _hidden(pair: Pair) -> Iterator[Finding]:
     key = "target_hidden_size" if value(pair.draft, "target_hidden_size") else "hidden_size"
     said, real = int(value(pair.draft, key)), int(value(pair.target, "hidden_size"))
@@ -367,5 +378,5 @@ def _unread(pair: Pair) -> Iterator[Finding]:
 
 
 _RULES: tuple[Callable[[Pair], Iterator[Finding]], ...] = (
-    _hidden, _captured, _vocabulary, _maps, _tensors, _positions, _dtypes, _tokenizers, _unread,
+    _whole_model, _hidden, _captured, _vocabulary, _maps, _tensors, _positions, _dtypes, _tokenizers, _unread,
 )  # fmt: skip

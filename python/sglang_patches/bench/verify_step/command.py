@@ -45,8 +45,8 @@ def verify_step(
     captured: Annotated[int, typer.Option(help="Largest batch that upstream captures; 0: the sizes measured.")] = 0,
     model: Annotated[str, typer.Option(help="Folder of the target; default: a rank's share of Kimi-K2.5.")] = "",
     draft: Annotated[str, typer.Option(help="Folder of its EAGLE-3 draft.")] = "",
-    layers: Annotated[int, typer.Option(min=6, help=f"Of the share, of {shard.WHOLE}.")] = shard.LAYERS,
-    weights: Annotated[str, typer.Option(help="Of its experts: bf16, or int4 as published.")] = "bf16",
+    layers: Annotated[int, typer.Option(min=6, max=shard.WHOLE, help="Layers of the share.")] = shard.LAYERS,
+    weights: Annotated[str, typer.Option(help="Of the share's experts: bf16, or int4 as published.")] = "bf16",
     routers: Annotated[str, typer.Option(help="Of the share: drawn (tokens choose apart) or dummy.")] = "drawn",
     attention_backend: Annotated[str, typer.Option(help="Of the target; torch_native on a CPU.")] = "",
     merge: Annotated[list[Path] | None, typer.Option(help="Add a folder's records, and measure nothing.")] = None,
@@ -85,6 +85,11 @@ def verify_step(
     for option, word, known in (("--weights", weights, shard.WEIGHTS), ("--routers", routers, ("drawn", "dummy"))):
         if word not in known:
             raise PatchError(f"{option} {word!r}\n  expected   {' or '.join(known)}")
+    share = (layers, weights, routers)
+    if model and share != (shard.LAYERS, "bf16", "drawn"):
+        raise PatchError(
+            "--layers, --weights and --routers are of the share, and --model is served\n  remedy     one or the other"
+        )
     cuda = selection.has_gpu()
     if not (cuda or model):
         raise PatchError(
@@ -134,7 +139,7 @@ def verify_step(
     typer.echo((folder / "table.md").read_text())
     typer.echo(f"{folder}: {result.headline}")
     if failed:
-        raise typer.Exit(1)
+        raise typer.Exit(1 if result.analysis["rows"] else 2)
 
 
 def _own_words(argv: list[str]) -> list[str]:

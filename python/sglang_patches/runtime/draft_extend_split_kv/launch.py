@@ -12,19 +12,25 @@ import triton
 from sglang_patches.runtime._split_kv.plan import SplitAttention, Tiles
 from sglang_patches.runtime.draft_extend_split_kv import kernels
 
-# Not yet chosen on a GPU (`benchmark/extend_attention --sweep`). Shared memory is what triton 3.8 takes for bfloat16,
-# the most of up to 128 numbers a key or value, and of up to 256 with half the cached tokens, on SM 80, 90, 100 and 120.
-# Resident are as many as an H200 has registers for (142, 184 and 202 a thread).
+# Chosen by `benchmark/extend_attention --sweep` on an H200, up to 32 rows; problems with more were not tried.
+# Shared memory is what triton 3.8 takes for bfloat16, the most of up to 128 numbers a key or value, and of up to 256
+# with half the cached tokens (`WIDE_MEMORY` where that would cost the others), on SM 80, 89, 90, 100 and 120. Resident
+# are as many as an H200 has registers for.
 ROWS_16 = Tiles(16, 64, warps=4, stages=3, resident=3, memory=42_240)
-ROWS_32 = Tiles(32, 64, warps=4, stages=3, resident=2, memory=51_456)
+ROWS_32 = Tiles(32, 64, warps=4, stages=5, resident=2, memory=78_848)
 ROWS_64 = Tiles(64, 64, warps=8, stages=3, resident=1, memory=99_104)
 KNOWN = (ROWS_16, ROWS_32, ROWS_64)
 NARROW = 128
+WIDE_MEMORY = {32: 84_480}
 
 
 def known(width: int) -> Sequence[Tiles]:
-    """`KNOWN`; for heads wider than 128 numbers with half as many cached tokens at a time, to take no more memory."""
-    return KNOWN if width <= NARROW else [replace(tile, block_n=tile.block_n // 2) for tile in KNOWN]
+    """`KNOWN`; for heads wider than 128 numbers with half as many cached tokens at a time, so that they fit."""
+    if width <= NARROW:
+        return KNOWN
+    return [
+        replace(tile, block_n=tile.block_n // 2, memory=WIDE_MEMORY.get(tile.block_m, tile.memory)) for tile in KNOWN
+    ]
 
 
 class SplitExtend(SplitAttention):

@@ -223,4 +223,5 @@ def _judge(account: Account, path: str) -> None:
         told.fits = False
         figures["warnings"] = [*figures["warnings"], *reasons]
     told.figures = figures
-    told.record("the draft fits the target and was loaded whole")
+    whole = "the draft fits the target and was loaded whole"
+    told.record("the draft was loaded, but not whole: see warnings" if reasons else whole)
