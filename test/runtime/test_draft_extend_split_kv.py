@@ -325,12 +325,32 @@ def test_kernels_that_are_wrong_here_are_not_used(
 
     monkeypatch.setattr(gate, "capability", lambda model_runner: (8, 6))
     monkeypatch.setattr(patch.check, "difference", compared)
+    firsts: list[Any] = []
+    make = patch.Hook.__init__
+    monkeypatch.setattr(patch.Hook, "__init__", lambda self, *given: firsts.append(given[2]) or make(self, *given))
     backend = Backend(4)
     patch.prepare(backend, backend)
     told = _outcome.outcomes()[patch.PATCH]
-    assert (told["result"], hasattr(backend, patch.ATTRIBUTE)) == (result, result == "applied")
+    assert hasattr(backend, patch.ATTRIBUTE) == (result == "applied")
     if result == "applied":
+        # Not before it served: in a composed backend, or with another algorithm, it never does.
+        assert (told["result"], told["reason"]) == ("not needed", "not_yet")
+        firsts[0]()
+        told = _outcome.outcomes()[patch.PATCH]
         assert (told["detail"], told["rows"]) == ("draft extend splits the context", 32)
+        patch.prepare(backend, backend)
+        assert _outcome.outcomes()[patch.PATCH]["result"] == "applied", "another backend that has not served yet"
+    told = _outcome.outcomes()[patch.PATCH]
+    assert told["result"] == result
+
+
+def test_a_workspace_that_holds_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "capability", lambda model_runner: (9, 0))
+    monkeypatch.setattr(plan, "WORKSPACE_LIMIT", 1000)
+    backend = Backend(4)
+    patch.prepare(backend, backend)
+    told = _outcome.outcomes()[patch.PATCH]
+    assert (told["result"], told["reason"], hasattr(backend, patch.ATTRIBUTE)) == ("not needed", "workspace", False)
 
 
 @pytest.mark.parametrize("switchable", [False, True])
@@ -344,7 +364,7 @@ def test_a_prefill_node_does_not_say_applied(
     backend = Backend(4)
     patch.prepare(backend, backend)
     told = _outcome.outcomes()[patch.PATCH]
-    assert (told["result"], told["reason"]) == ("not needed", "prefill_node")
+    assert (told["result"], told["reason"]) == ("not needed", "not_yet" if switchable else "prefill_node")
     assert hasattr(backend, patch.ATTRIBUTE) == switchable
     if switchable:
         nothing: Any = SimpleNamespace()

@@ -88,13 +88,22 @@ def test_the_bundled_pair_fits_without_a_remark(target: ModelConfig) -> None:
     assert check(pair_of(DRAFT, target)) == []
 
 
-def test_a_target_in_the_drafts_place_is_refused(target: ModelConfig) -> None:
+@pytest.mark.parametrize(
+    ("target_class", "draft_class"),
+    [
+        ("KimiK25ForConditionalGeneration", "KimiK25ForConditionalGeneration"),
+        ("DeepseekV3ForCausalLM", "DeepseekV3ForCausalLMNextN"),
+        ("LlamaForCausalLM", "LlamaForCausalLM"),
+    ],
+)
+def test_a_target_in_the_drafts_place_is_refused(target: ModelConfig, target_class: str, draft_class: str) -> None:
     """Its widths and vocabulary fit, of course."""
-    swapped_in = startup.make_pair(
-        SimpleNamespace(download_dir=None), target, ModelConfig(str(TARGET), is_draft_model=True, **EAGLE3)
-    )
-    reason, *_ = refused(swapped_in)
-    assert reason.startswith("config.json architectures is KimiK25ForConditionalGeneration, a whole model")
+    fits = pair_of(DRAFT, target)
+    assert refused(fits) == []
+    outer = {**fits.target.to_dict(), "architectures": [target_class]}
+    placed = dataclasses.replace(fits, target=outer, draft={**fits.draft.to_dict(), "architectures": [draft_class]})
+    reason, *_ = refused(placed)
+    assert reason.startswith(f"config.json architectures is {draft_class}, a whole model")
     assert "LlamaForCausalLMEagle3" in reason
 
 

@@ -84,14 +84,17 @@ class Writes:
     """In place of `launch.SplitVerify`: the same number everywhere, or an error."""
 
     def __init__(self, requests: int, number: float, error: Exception | None = None) -> None:
-        self.requests, self.number, self.error, self.ran = requests, number, error, 0
+        self.requests, self.number, self.error = requests, number, error
         self.workspace = torch.empty(0)
+        self.override: int | None = None
+        self.tried: list[tuple[int, int | None]] = []
 
     def fits(self, batch: int, rows: int, width: int) -> bool:
         return batch <= self.requests
 
     def __call__(self, q: Any, k_extend: Any, out: torch.Tensor, *tensors: Any, **options: Any) -> None:
-        self.ran += 1
+        indptr = tensors[1]
+        self.tried.append((int(indptr[-1]), self.override))
         if self.error is not None:
             raise self.error
         out.fill_(self.number)
@@ -112,7 +115,10 @@ def test_kernels_that_are_wrong_here_are_not_used(run: Writes, told: str) -> Non
     wrong = check.wrong(lambda: patch._difference(run, 8, seen))
     assert wrong.startswith(told)
     assert bool(wrong) == bool(told)
-    assert run.ran == bool(run.requests)
+    # As it is split, and a long one in a single program, whose loop is longer than its pipeline.
+    both = [(233 if run.requests == 2 else 200, None), (1000, 1)]
+    assert run.tried == both[: 0 if not run.requests else 1 if run.error else 2]
+    assert run.override is None
 
 
 @pytest.mark.parametrize(("dtype", "error"), [("torch.float16", 2e-3), ("torch.float8_e4m3fn", 2e-3)])

@@ -9,9 +9,9 @@ def draw(model: Any) -> int:
     """Draw each router's weights from a normal distribution, by layer the same in every process, and set its bias to 0.
 
     Upstream's dummy routers send every token to the same experts: norms are as small as all weights, so the correction
-    bias decides. Drawn ones spread unlike tokens evenly, 4 tokens over 31 of 384 experts, 8 a token. A trained router
-    repeats itself more within a text, so its forwards read no more experts than these. In place, so that captured
-    graphs see it.
+    bias decides. Drawn ones spread unlike tokens evenly, 4 tokens over 31 of 384 experts, 8 a token: as much as a
+    decode step of so many requests can read. Tokens that a random draft drafts are alike, so a verify of them reads
+    fewer. In place, so that captured graphs see it.
 
     Returns: number of routers, upstream's ``MoEGate`` modules.
     """

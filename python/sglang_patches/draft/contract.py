@@ -119,12 +119,14 @@ def check(pair: Pair) -> list[Finding]:
 
 def _whole_model(pair: Pair) -> Iterator[Finding]:
     """A target in the draft's place, as where the two folders were given the wrong way round."""
-    if pair.architecture.endswith("ForConditionalGeneration"):
+    targets = value(pair.target, "architectures") or []
+    # Upstream gives a draft of DeepSeek's class the name of its next-token layer.
+    if pair.architecture.endswith("ForConditionalGeneration") or pair.architecture.removesuffix("NextN") in targets:
         known = ", ".join(conventions.ARCHITECTURES)
         yield Finding(
             True,
-            f"config.json architectures is {pair.architecture}, a whole model that takes images and no EAGLE-3 draft; "
-            f"drafts known here are {known}, and speculators' format",
+            f"config.json architectures is {pair.architecture}, a whole model and no EAGLE-3 draft; drafts known here "
+            f"are {known}, and speculators' format",
         )
 
 

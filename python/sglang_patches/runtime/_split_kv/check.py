@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 # Cached tokens of the requests that are tried: several chunks, and less than one.
 LENGTHS = (200, 33)
+# And of one that a single program walks: more turns of its loop than its pipeline has stages, and a rest.
+LONG = 1000
 # Outputs are averages of numbers near 1; bfloat16 and a softmax rounded to it move them by less than 0.02.
 WORST = 0.05
 
@@ -75,14 +78,35 @@ class Requests:
         return torch.randn(*shape, generator=self.generator).to(self.device).to(dtype)
 
 
-def requests(fits: Callable[[int], bool], device: torch.device) -> Requests | None:
-    """As many as are tried, at most two; None where ``fits`` (of a number of requests) takes none."""
+def requests(run: Any, fits: Callable[[int], bool]) -> Iterator[Requests]:
+    """What is tried, in turn: at most two requests as they are split, then a long one in a single program.
+
+    Args:
+        run: as `plan.SplitAttention`; of one split while the long request is tried.
+        fits: whether it takes a number of requests; where it takes none, nothing is tried.
+    """
     count = next((n for n in (2, 1) if fits(n)), 0)
     if not count:
-        return None
-    lengths, generator = LENGTHS[:count], torch.Generator().manual_seed(0)
+        return
+    device, override = run.workspace.device, run.override
+    yield _made(LENGTHS[:count], device)
+    run.override = 1
+    try:
+        if fits(1):
+            yield _made((LONG,), device)
+    finally:
+        run.override = override
+
+
+def _made(lengths: tuple[int, ...], device: torch.device) -> Requests:
+    generator = torch.Generator().manual_seed(0)
     slots = (torch.randperm(sum(lengths), generator=generator) + 1).to(device)
     return Requests(lengths, [0, *torch.tensor(lengths).cumsum(0).tolist()], slots, device, generator)
+
+
+def worst(differences: Sequence[float]) -> float:
+    """The largest; NaN where one is; 0 where there is none."""
+    return float(torch.tensor(differences).max()) if differences else 0.0
 
 
 def wrong(difference: Callable[[], float]) -> str:
@@ -92,9 +116,9 @@ def wrong(difference: Callable[[], float]) -> str:
         difference: runs them; the largest absolute difference from attention in float32, NaN where they wrote NaN.
     """
     try:
-        worst = difference()
+        found = difference()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    if worst <= WORST:
+    if found <= WORST:
         return ""
-    return f"on this GPU they are up to {worst:g} from attention in float32; at most {WORST} is rounding"
+    return f"on this GPU they are up to {found:g} from attention in float32; at most {WORST} is rounding"

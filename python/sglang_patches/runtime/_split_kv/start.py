@@ -31,7 +31,7 @@ def start(
     width: int,
     make: Callable[[int | None], Kind],
     difference: Callable[[Kind], float],
-    waits: bool = False,
+    waits: tuple[str, str] | None = None,
 ) -> tuple[Kind, Callable[[], None] | None] | None:
     """The kernels and workspace of one backend, tried on this GPU; None where upstream's kernel stays. Tells which.
 
@@ -44,7 +44,8 @@ def start(
         heads, width: query heads of the rank, numbers of a value.
         make: allocates; gets the number of splits that is set, if one is.
         difference: as `check.wrong`.
-        waits: on a prefill node that may become a decode node: "applied" is told only once it did.
+        waits: (reason, sentence) where it is not known yet whether this attention will be served here: that is told,
+            and "applied" at the first call that split kernels serve.
 
     Raises:
         ValueError: a setting has a value that is not known.
@@ -61,6 +62,10 @@ def start(
     except torch.OutOfMemoryError as error:
         backends.record(tokens, "failed", f"no memory for its workspace: {error}", reason="memory")
         return None
+    if not run.fits(1, tokens * heads, width):
+        why = f"the workspace holds no request ({splits_variable} or the number of heads asks for too much)"
+        backends.record(tokens, "not needed", why, reason="workspace")
+        return None
     if wrong := check.wrong(lambda: difference(run)):
         logger.error("sglang-patches: %s: %s stays with upstream's extend kernel: %s", backends.patch, what, wrong)
         backends.record(tokens, "failed", wrong, reason="failed")
@@ -76,10 +81,8 @@ def start(
         splits_launched_at_batch_1=launched,
         workspace_mib=round(run.workspace.numel() * 4 / 2**20, 1),
     )
-    if waits:
-        backends.record(
-            tokens, "not needed", f"no {what} on a prefill node until its role is switched", reason="prefill_node"
-        )
+    if waits is not None:
+        backends.record(tokens, "not needed", waits[1], reason=waits[0])
         return run, applied
     applied()
     return run, None

@@ -66,7 +66,8 @@ def prepare(backend: Any, model_runner: Any) -> None:
         width=seen.width,
         make=make,
         difference=lambda run: check.difference(run, tokens=seen.tokens, dtype=seen.compute, cache_dtype=seen.cache),
-        waits=seen.prefill_node == "switchable",
+        # Another backend may serve the draft's extends, in a composed one or with another algorithm.
+        waits=("not_yet", "no draft extend was served here so far"),
     )
     if started is not None:
         setattr(backend, ATTRIBUTE, torch.compiler.disable(Hook(started[0], seen.tokens, started[1]).__call__))

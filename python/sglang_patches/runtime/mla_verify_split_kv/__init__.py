@@ -78,7 +78,9 @@ def _fill(backend: Any, model_runner: Any) -> None:
         width=seen.width,
         make=make,
         difference=lambda run: _difference(run, backend.num_head, seen),
-        waits=seen.prefill_node == "switchable",
+        waits=("prefill_node", "a prefill node verifies nothing until its role is switched")
+        if seen.prefill_node
+        else None,
     )
     if started is None:
         return

@@ -44,14 +44,14 @@ def difference(
         dtype: of queries and drafts.
         cache_dtype: of the KV cache.
     """
-    tried = check.requests(lambda count: run.fits(count, tokens * heads, width), run.workspace.device)
-    if tried is None:
-        return 0.0
-    rows, latent = len(tried.lengths) * tokens, width + rope
-    cache = tried.random(len(tried.slots) + 1, 1, latent, dtype=dtype).to(cache_dtype)
-    q, drafts = tried.random(rows, heads, latent, dtype=dtype), tried.random(rows, 1, latent, dtype=dtype)
-    out = torch.full((rows, heads, width), math.nan, dtype=dtype, device=q.device)
-    scale = latent**-0.5
-    run(q, drafts, out, cache, tried.indptr, tried.slots, width=width, scale=scale)
-    wanted = attention(q, drafts, cache, tried.slots, tried.begins, width=width, scale=scale)
-    return float((out.float() - wanted).abs().max())
+    found: list[float] = []
+    scale = (width + rope) ** -0.5
+    for tried in check.requests(run, lambda count: run.fits(count, tokens * heads, width)):
+        rows, latent = len(tried.lengths) * tokens, width + rope
+        cache = tried.random(len(tried.slots) + 1, 1, latent, dtype=dtype).to(cache_dtype)
+        q, drafts = tried.random(rows, heads, latent, dtype=dtype), tried.random(rows, 1, latent, dtype=dtype)
+        out = torch.full((rows, heads, width), math.nan, dtype=dtype, device=q.device)
+        run(q, drafts, out, cache, tried.indptr, tried.slots, width=width, scale=scale)
+        wanted = attention(q, drafts, cache, tried.slots, tried.begins, width=width, scale=scale)
+        found.append(float((out.float() - wanted).abs().max()))
+    return check.worst(found)
