@@ -235,6 +235,13 @@ def test_two_halves_are_put_together_once(tmp_path: Path) -> None:
     assert {row["decode_steps"] for row in result.analysis["rows"]} == {None, 2.0, 1.0}
     with pytest.raises(PatchError, match=r"no samples\.jsonl"):
         journal.merge([tmp_path / "nowhere"], into)
+    # Old records of a share say it by their arguments alone: those had upstream's own routers.
+    other = records(4, "c", [2.0])
+    other[0]["arguments"] = ["--model-path", "<shard>/target"]
+    write(tmp_path / "c", other)
+    with pytest.raises(PatchError, match="different models(.|\n)*12 layers, bf16, dummy routers"):
+        journal.merge([tmp_path / "c"], into)
+    assert len(journal.read(into)) == 12
 
 
 def test_the_folder_tells_what_is_not_complete_and_why_a_profile_is_missing(tmp_path: Path) -> None:

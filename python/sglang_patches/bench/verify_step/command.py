@@ -168,8 +168,7 @@ def _check_same(records: list[dict[str, object]], chosen: arguments.Chosen, engi
         pairs = [("patch set", was, now)]
         if tokens in engines:
             pairs.append(("server arguments", " ".join(head["arguments"]), " ".join(chosen.shown(tokens))))
-        if "share" in head:
-            pairs.append(("model", head["share"], chosen.share))
+        pairs.append(("model", journal.share(head), chosen.share))
         for what, before, after in pairs:
             if before != after:
                 raise PatchError(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -81,11 +81,24 @@ def done(records: Iterable[dict[str, Any]]) -> set[int]:
     return {record["engine"] for record in records if record["record"] == "done"}
 
 
+def share(head: Mapping[str, Any]) -> str:
+    """What an engine record says was served; those from before it was told had one share of Kimi-K2.5."""
+    before = "12 layers, bf16, dummy routers" if "<shard>" in " ".join(head["arguments"]) else "a folder"
+    return str(head.get("share", before))
+
+
 def merge(sources: Iterable[Path], folder: Path) -> int:
     """Add the records of other folders that `folder` lacks; returns how many there were.
 
-    Raises PatchError where a source has none.
+    Raises PatchError where a source has none, or another model than the others or `folder`.
     """
+    sources = list(sources)
+    served = {
+        share(record): place for place in (folder, *sources) for record in read(place) if record["record"] == "engine"
+    }
+    if len(served) > 1:
+        told = "\n".join(f"  {place}: {what}" for what, place in served.items())
+        raise PatchError(f"these folders are of different models, whose times are not to be compared\n{told}")
     known = {json.dumps(record, sort_keys=True) for record in read(folder)}
     added = 0
     for source in sources:
