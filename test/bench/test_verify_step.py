@@ -239,7 +239,7 @@ def test_two_halves_are_put_together_once(tmp_path: Path) -> None:
     other = records(4, "c", [2.0])
     other[0]["arguments"] = ["--model-path", "<shard>/target"]
     write(tmp_path / "c", other)
-    with pytest.raises(PatchError, match="different models(.|\n)*12 layers, bf16, dummy routers"):
+    with pytest.raises(PatchError, match=r"different models(.|\n)*12 layers, bf16, dummy routers"):
         journal.merge([tmp_path / "c"], into)
     assert len(journal.read(into)) == 12
 
