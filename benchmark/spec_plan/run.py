@@ -29,8 +29,11 @@ import numpy as np
 from benchmark.spec_plan.engine import ARMS, Work, measure
 from sglang_patches import provenance, selection
 from sglang_patches.bench import shard
+from sglang_patches.document import secrets
 
 _LIMIT_S = 900
+# Upstream's default commits one token id for all, so that requests would read the same experts.
+_TOKEN_MODE = "real-draft-token"
 
 
 def summary(engines: list[dict[str, Any]], tokens: int) -> list[dict[str, Any]]:
@@ -125,8 +128,9 @@ def main() -> int:
         print("spec_plan: no GPU here\n  remedy     run it on a machine with one", file=sys.stderr)
         return 2
     given.out.parent.mkdir(parents=True, exist_ok=True)
-    command = ["python", "-m", "benchmark.spec_plan.run", *sys.argv[1:]]
+    command = secrets.again(["python", "-m", "benchmark.spec_plan.run", *sys.argv[1:]], os.environ)
     asked = {**work.model_dump(mode="json", exclude={"plan"}), "accept_length": given.accept_length}
+    asked["token_mode"] = _TOKEN_MODE
     asked["plan"] = json.loads(given.plan.read_text()) if given.plan else None
     result: dict[str, Any] = {"command": command, "work": asked, "code_state": provenance.code_state(), "engines": []}
     if given.out.exists():
@@ -154,8 +158,7 @@ def _carry_out(given: argparse.Namespace, result: dict[str, Any], arms: list[str
             part = given.out.with_suffix(f".{arm}.part")
             environ = os.environ | {"CUDA_VISIBLE_DEVICES": names[gpu]}
             environ["SGLANG_SIMULATE_ACC_LEN"] = str(given.accept_length)
-            # Upstream's default commits one token id for all, so that requests would read the same experts.
-            environ["SGLANG_SIMULATE_ACC_TOKEN_MODE"] = "real-draft-token"
+            environ["SGLANG_SIMULATE_ACC_TOKEN_MODE"] = _TOKEN_MODE
             # The last --out wins.
             words = [sys.executable, "-m", "benchmark.spec_plan.run", *own, "--out", str(part), "--one", arm]
             running.append((arm, number, gpu, part, subprocess.Popen(words, env=environ)))

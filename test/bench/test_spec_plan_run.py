@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,6 +46,45 @@ def test_ratios_are_of_one_round_and_the_least_is_told() -> None:
         "| 4 | 30 | 52 | 1.750 (1.250) |",
     ]
     assert run.summary([], 10) == []
+
+
+def test_the_result_has_the_whole_command_and_goes_on_with_the_same_token_mode_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[dict[str, str]] = []
+
+    class Engine:
+        def __init__(self, words: list[str], env: dict[str, str]) -> None:
+            begun.append(env)
+            measured = {"arm": words[-1], "batches": [{"batch_size": 4, "seconds": [1.0], "passes": [1]}]}
+            Path(words[words.index("--one") - 1]).write_text(json.dumps(measured))
+
+        def wait(self, _limit: float) -> int:
+            return 0
+
+    for name in [name for name in os.environ if name.startswith(("SGLANG", "NCCL", "CUDA", "TRITON", "OMP"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("SGLANG_PATCHES", "+draft-extend-split-kv")
+    # Not the module's own Popen, with which torch's import looks for libraries.
+    monkeypatch.setattr(run, "subprocess", SimpleNamespace(Popen=Engine, TimeoutExpired=subprocess.TimeoutExpired))
+    monkeypatch.setattr(run.selection, "has_gpu", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr(run.provenance, "code_state", lambda: {"id": "x"})
+    out = tmp_path / "tokens.json"
+    words = ["--out", str(out), "--arms", "none", "--rounds", "1", "--batch-sizes", "4"]
+    monkeypatch.setattr(sys, "argv", ["run.py", *words])
+    assert run.main() == 0
+    told = json.loads(out.read_text())
+    steered = ["env", "SGLANG_PATCHES=+draft-extend-split-kv"]
+    assert told["command"] == [*steered, "python", "-m", "benchmark.spec_plan.run", *words]
+    assert told["work"]["token_mode"] == begun[0]["SGLANG_SIMULATE_ACC_TOKEN_MODE"] == "real-draft-token"
+    assert run.main() == 0
+    assert len(begun) == 1, "what is measured is not measured again"
+    # As results were before they noted it: their engines ran with upstream's default.
+    del told["work"]["token_mode"]
+    out.write_text(json.dumps(told))
+    with pytest.raises(SystemExit, match="2"):
+        run.main()
 
 
 def test_it_says_what_is_missing(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -141,6 +143,10 @@ def test_the_name_of_a_block_shape_is_found_too(patched: Any, put: Callable[...,
         ({"four": UP}, "no table"),
         ({"4": 16}, "expected an object"),
         ({"4": {**UP, "BLOCK_SIZE_M": 0}}, "BLOCK_SIZE_M is 0"),
+        ({"4": {**UP, "BLOCK_SIZE_M": 48}}, "BLOCK_SIZE_M is 48, expected a power of two"),
+        ({"4": {**UP, "BLOCK_SIZE_N": 96}}, "BLOCK_SIZE_N is 96, expected a power of two"),
+        ({"4": {**UP, "BLOCK_SIZE_K": 3}}, "BLOCK_SIZE_K is 3, expected a power of two"),
+        ({"4": {**UP, "num_warps": 0}}, "num_warps is 0, expected a power of two"),
         ({"4": {**UP, "BLOCK_SIZE_K": None}}, "BLOCK_SIZE_K is None"),
         ({"4": {**UP, "waves_per_eu": 2}}, "waves_per_eu is 2"),
         ({"4": {**UP, "USE_TMA": 1}}, "USE_TMA is 1"),
@@ -159,9 +165,77 @@ def test_a_broken_table_is_told_and_upstreams_choice_serves(
 
 
 def test_a_folder_without_tables_is_told(patched: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(moe_config_tables.FOLDER, str(tmp_path / "nowhere"))
+    """`tune moe` writes none where nothing is faster."""
+    monkeypatch.setenv(moe_config_tables.FOLDER, str(tmp_path))
     taken(patched)
-    assert f"{tmp_path / 'nowhere'} has no folder configs" in told()["detail"]
+    assert told()["result"] == "not needed"
+    assert f"{tmp_path} has no folder configs" in told()["detail"]
+
+
+def refused(patched: Any, monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
+    """Told at start, at a lookup that comes to the folder and at one that does not; each time upstream's serves."""
+
+    def check() -> None:
+        assert told()["result"] == "failed"
+        for word in (moe_config_tables.FOLDER, *words):
+            assert word in told()["detail"]
+
+    moe_config_tables.tells(lambda E, N, dtype: None)
+    check()
+    assert "lookups" not in told()
+    assert taken(patched)[0] == patched.get_default_config(4, 384, 256, 7168, 8, None, False)
+    assert told()["lookups"]["E=384,N=256"]["result"] == "failed"
+    check()
+    moe_config_tables._lookups.clear()
+    monkeypatch.setattr(patched, "get_device_name", lambda: "NVIDIA H200")
+    taken(patched, experts=512)
+    assert {of["result"] for of in told()["lookups"].values()} == {"not needed"}
+    check()
+
+
+def test_a_folder_that_is_not_there_is_told_at_start(
+    patched: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(moe_config_tables.FOLDER, str(tmp_path / "nowhere"))
+    refused(patched, monkeypatch, "No such file or directory", str(tmp_path / "nowhere"))
+
+
+def test_a_file_in_place_of_the_folder_is_told(patched: Any, put: Callable[..., Path], monkeypatch: Any) -> None:
+    monkeypatch.setenv(moe_config_tables.FOLDER, str(put(NAME, {"4": UP})))
+    refused(patched, monkeypatch, "is no folder")
+
+
+@pytest.mark.parametrize("closed", [0, 1, 2, 3])
+def test_a_folder_that_may_not_be_searched_does_not_end_the_server(
+    patched: Any, put: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, closed: int
+) -> None:
+    """The folder of the release, `configs`, the named folder, and the one around it."""
+    folder, stat = put(NAME, {"4": UP}).parents[closed], os.stat
+
+    def denied(path: Any, *args: Any, **more: Any) -> os.stat_result:
+        if isinstance(path, (str, Path)) and folder in Path(path).parents:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, *args, **more)
+
+    monkeypatch.setattr(os, "stat", denied)
+    refused(patched, monkeypatch, "Permission denied", f"user {os.geteuid()}")
+
+
+def test_a_table_that_may_not_be_read_does_not_end_the_server(
+    patched: Any, put: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = put(NAME, {"4": UP})
+
+    def denied(_: Path) -> Any:
+        raise PermissionError(errno.EACCES, "Permission denied", str(file))
+
+    for name in ("read", "_roots"):
+        with monkeypatch.context() as patch:
+            patch.setattr(moe_config_tables, name, denied if name == "read" else lambda: denied(file))
+            patched.get_moe_configs.cache_clear()
+            assert patched.get_moe_configs(384, 256, None) is None
+        assert told()["result"] == "failed"
+        assert "Permission denied" in told()["detail"]
 
 
 def test_deterministic_inference_takes_none(patched: Any, put: Callable[..., Path]) -> None:

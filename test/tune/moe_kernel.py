@@ -19,6 +19,7 @@ os.environ.pop("SGLANG_USE_CPU_ENGINE", None)
 
 import torch
 
+from sglang_patches.errors import PatchError
 from sglang_patches.tune.moe import journal, layer, parent, space, tables, worker
 from sglang_patches.tune.moe.geometry import Geometry
 from sglang_patches.tune.moe.kernel import Experts
@@ -60,7 +61,21 @@ def flow(folder: Path) -> dict[str, Any]:
             journal.append(short, record)
     after = worker.Worker(plan, short, "")
     made = parent.result(request)
+    elsewhere = folder / "elsewhere" / "samples.jsonl"
+    elsewhere.parent.mkdir()
+    for record in first:
+        journal.append(elsewhere, {**record, "triton": "3.1.0"} if record["record"] == "facts" else record)
+    before, refused = elsewhere.read_text(), ""
+    try:
+        worker.Worker(plan, elsewhere, "").run()
+    except PatchError as error:
+        refused = str(error)
     return {
+        "elsewhere": refused,
+        "elsewhere is as it was": elsewhere.read_text() == before,
+        "place": sorted(
+            {name for record in first if record["record"] == "facts" for name in journal.PLACE if record[name]}
+        ),
         "records": sorted({record["record"] for record in first}),
         "again": sorted({record["record"] for record in again}),
         "names": after.known.facts["names"],

@@ -316,6 +316,7 @@ def test_every_token_count_is_on_one_gpu(tokens: int, gpus: int) -> None:
 def facts(own: dict[int, Config], kept: dict[int, Config]) -> dict[str, Any]:
     return {
         "record": "facts", "device": "Imagined GPU", "bandwidth": 4e12, "layers": 4, "triton": "3.8.0", "torch": "2",
+        "sglang": "0.5.23",
         "names": {"gate_up": "T.json", "down": "T_down.json"},
         "upstream": {str(at): {gemm: str(config) for gemm in GEMMS} for at, config in own.items()},
         "beyond": {str(at): {gemm: str(config) for gemm in GEMMS} for at, config in kept.items()},
@@ -444,6 +445,32 @@ def test_samples_of_other_gpus_are_refused(measured: parent.Request) -> None:
         parent.measure(replace(measured, gpus=("0",)))
     with pytest.raises(PatchError, match="no samples"):
         parent.result(replace(measured, out=measured.out / "empty"))
+
+
+@pytest.mark.parametrize(
+    ("name", "other", "told"),
+    [
+        ("device", "NVIDIA B200", "device 'Imagined GPU', {} 'NVIDIA B200'"),
+        ("triton", "3.9.0", "triton '3.8.0', {} '3.9.0'"),
+        ("sglang", "0.5.24", "sglang '0.5.23', {} '0.5.24'"),
+    ],
+)
+def test_samples_of_another_place_are_refused(measured: parent.Request, name: str, other: str, told: str) -> None:
+    here = facts({8: OWN}, {18: OWN})
+    journal.check_place(measured.out, here)
+    with pytest.raises(PatchError, match=told.format("now") + r"\n  remedy     another --out"):
+        journal.check_place(measured.out, {**here, name: other})
+    journal.append(measured.out / "samples-1.jsonl", {**here, name: other})
+    # The last facts are the first file's again: the ones in between count too.
+    journal.append(measured.out / "samples-1.jsonl", here)
+    with pytest.raises(PatchError, match=f"{name} .*, elsewhere "):
+        parent.result(measured)
+
+
+def test_samples_without_a_release_can_be_reported_and_not_gone_on_with() -> None:
+    with pytest.raises(PatchError, match=r"samples\.jsonl: .*: sglang not noted, now '0\.5\.23'"):
+        journal.check_place(COMMITTED, {"device": "NVIDIA H200", "triton": "3.8.0", "sglang": "0.5.23"})
+    journal.check_place(COMMITTED)
 
 
 @pytest.mark.parametrize(("codes", "starts"), [([0], 1), ([parent._RESTART, -11, 0], 3)])

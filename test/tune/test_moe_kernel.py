@@ -49,6 +49,12 @@ def test_the_same_command_again_measures_nothing(found: dict[str, Any]) -> None:
     assert found["flow"]["again"] == ["done", "facts"]
 
 
+def test_what_another_triton_measured_is_not_gone_on_with(found: dict[str, Any]) -> None:
+    assert found["flow"]["place"] == ["device", "sglang", "triton"]
+    assert "triton '3.1.0', now '" in found["flow"]["elsewhere"]
+    assert found["flow"]["elsewhere is as it was"]
+
+
 def test_a_configuration_that_ended_its_process_is_out(found: dict[str, Any]) -> None:
     assert "process ended" in found["flow"]["out"]
     assert found["flow"]["died"] not in found["flow"]["finalists"]

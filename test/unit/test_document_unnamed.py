@@ -35,16 +35,45 @@ def test_a_uuid_is_a_digest_wherever_it_is() -> None:
     [
         (f"MIG-{A}/1/0", "gpu:"),
         (A.replace("GPU", "MIG"), "gpu:"),
-        ("GPU-8f3e1c2a", "***"),  # an abbreviation
-        ("GPU-2 of 8, GPU-bound, MIG-1g.10gb", None),
+        ("GPU-8f3e1c2a", "***"),  # abbreviations, which CUDA accepts
+        ("GPU-8f3e1c", "***"),
+        ("GPU-8f3e,GPU-8f3e1c2a-0b", "***,***"),
+        ("GPU-2 of 8, GPU-127, GPU-bound, GPU-accelerated, MIG-1g.10gb", None),
         (3, None),
         (None, None),
     ],
 )
 def test_other_forms(given: Any, told: str | None) -> None:
     found = unnamed(given)
+    assert unnamed(found) == found, "once more changes nothing"
     assert found == given if told is None else found.startswith(told)
     assert "8f3e" not in str(found)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (f"{A}_trace.json", "{}_trace.json"),
+        (f"/tmp/node_{A}/data", "/tmp/node_{}/data"),
+        (f"{A}-rank0.log", "{}-rank0.log"),
+        (f"--gpus={A.lower()},x", "--gpus={},x"),
+        (f"{A}é", "{}é"),
+        (f"{A}ab", "***"),  # too long for one
+        (f"node{A}", "node***"),
+        ("GPU-8f3e1c_trace, node_GPU-8f3e1c", "***_trace, node_***"),
+        ("/tmp/GPU-8f3e1c2a/data", "/tmp/***/data"),
+        ("GPU-8f3e1c2a-0b1d-4e5f-8a9b-0c1d2e3f_trace", "***_trace"),
+    ],
+)
+def test_what_stands_beside_a_uuid_stays_and_no_digit_does(given: str, told: str) -> None:
+    found = unnamed(given)
+    assert found == told.format(name(A))
+    assert unnamed(found) == found
+
+
+def test_tuples_and_keys_are_looked_into_and_no_key_is_lost() -> None:
+    assert unnamed({A: (A, [(B,)]), 1: None}) == {name(A): (name(A), [(name(B),)]), 1: None}
+    assert unnamed({"GPU-8f3e1c": 1, "GPU-9f3e1c": 2, "GPU-af3e1c": 3}) == {"***": 1, "*** (2)": 2, "*** (3)": 3}
 
 
 def test_uuids_stay_where_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,17 @@ from typing import Any
 from sglang_patches.document.secrets import MASK
 
 VARIABLE, KEEP = "SGLANG_PATCHES_GPU_UUIDS", "keep"
-# Whole ones, and cut short as `CUDA_VISIBLE_DEVICES` may have them: those have too few digits for a hash to hide.
-_UUID = re.compile(r"\b(?:MIG-GPU|MIG|GPU)-[0-9a-f]{8}[0-9a-f/-]*(?!\w)", re.IGNORECASE)
-_WHOLE = re.compile(r"(?:MIG-)?(?:GPU|MIG)-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}(?:/\d+/\d+)?", re.IGNORECASE)
+_DIGITS = r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
+# No more than the digits, and what may stand beside a name in a file's: node_GPU-..., GPU-..._trace.json.
+_WHOLE = re.compile(
+    rf"(?<![0-9a-z])(?:MIG-GPU-{_DIGITS}(?:/\d+/\d+)?|(?:GPU|MIG)-{_DIGITS})(?![0-9a-f])", re.IGNORECASE | re.ASCII
+)
+# What is left: cut short, as CUDA accepts them, or run into other text. Too few digits for a hash to hide. Up to three
+# stay, as in GPU-0 and MIG-1g.10gb: they tell no machine; and so do words, as in GPU-accelerated.
+_LEFT = re.compile(
+    r"(?:MIG-GPU|MIG|GPU)-[0-9a-f]{8}[0-9a-f-]*|(?<![0-9a-z])(?:MIG-GPU|MIG|GPU)-[0-9a-f]{4,7}(?![0-9a-z])",
+    re.IGNORECASE | re.ASCII,
+)
 
 
 def name(uuid: str) -> str:
@@ -40,7 +48,20 @@ def unnamed(value: Any) -> Any:
 
 def _without(value: Any) -> Any:
     if isinstance(value, str):
-        return _UUID.sub(lambda match: name(match[0]) if _WHOLE.fullmatch(match[0]) else MASK, value)
-    if isinstance(value, list):
-        return [_without(entry) for entry in value]
-    return {key: _without(entry) for key, entry in value.items()} if isinstance(value, dict) else value
+        return _LEFT.sub(MASK, _WHOLE.sub(lambda match: name(match[0]), value))
+    if isinstance(value, (list, tuple)):
+        mapped = [_without(entry) for entry in value]
+        return mapped if isinstance(value, list) else tuple(mapped)
+    return _fields(value) if isinstance(value, dict) else value
+
+
+def _fields(value: dict[Any, Any]) -> dict[Any, Any]:
+    """Keys too; two that become the same are numbered, so that none is lost."""
+    found: dict[Any, Any] = {}
+    for key, entry in value.items():
+        told, number = (put := _without(key)), 1
+        while told in found:
+            number += 1
+            told = f"{put} ({number})"
+        found[told] = _without(entry)
+    return found

@@ -12,6 +12,7 @@ import functools
 import inspect
 import json
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ SHIPPED = Path(__file__).parent
 Table = dict[int, dict[str, Any]]
 
 _NUMBERS = ("BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K", "GROUP_SIZE_M")
+_POWERS_OF_TWO = ("BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K", "num_warps")
 _MAY_HAVE = {"num_warps": int, "num_stages": int, "USE_TMA": bool}
 _UPSTREAM = "upstream or SGLANG_MOE_CONFIG_DIR has its own"
 _NOWHERE = "upstream looks for none: deterministic inference"
@@ -49,9 +51,10 @@ def find(name: str, down: bool) -> Table | None:
     Called where upstream's own lookup has found none. A table of the down projection is taken only beside one of ours
     for gate and up: both share one sorting of tokens, so that tiles of different origin need not fit.
     """
-    import triton
-
-    table, answer = _look(name, down, triton.__version__)
+    try:
+        table, answer = _look(name, down, _release())
+    except OSError as error:  # whatever it is, upstream's own choice can serve
+        table, answer = None, ("failed", str(error))
     if _under_way:
         _under_way[-1].append(answer)
     return table
@@ -60,11 +63,13 @@ def find(name: str, down: bool) -> Table | None:
 def _look(name: str, down: bool, release: str) -> tuple[Table | None, Answer]:
     if down and name.replace("_down.json", ".json") not in _served:
         return None, ("not needed", "none of ours without ours for gate and up")
+    if fault := _fault(release):
+        return None, ("failed", fault)
     for root in _roots():
         file = _place(root, release) / name
-        if not file.is_file():
-            continue
         try:
+            if not _is_file(file):
+                continue
             table = read(file)
         except (BadTable, OSError) as error:
             return None, ("failed", f"{file}: {error}")
@@ -95,12 +100,20 @@ def read(file: Path) -> Table:
         for key, value in entry.items():
             if key not in _NUMBERS and type(value) is not _MAY_HAVE.get(key):
                 raise BadTable(f"at {tokens} tokens {key} is {value!r}, which upstream's kernel does not take")
+        for key in _POWERS_OF_TWO:
+            if (value := entry.get(key, 1)) < 1 or value & (value - 1):
+                raise BadTable(f"at {tokens} tokens {key} is {value}, expected a power of two: Triton takes no other")
     return table
 
 
 def tells(lookup: Callable[..., Any]) -> Callable[..., Any]:
-    """Upstream's ``get_moe_configs``, below its cache, so once a shape: keeps what each lookup came to."""
+    """Upstream's ``get_moe_configs``, below its cache, so once a shape: keeps what each lookup came to.
+
+    Runs where a process imports upstream's module, so a folder that cannot be looked into is told at start.
+    """
     signature = inspect.signature(lookup)
+    if fault := _fault(_release()):
+        _outcome.record(PATCH, "failed", fault)
 
     @functools.wraps(lookup)
     def told(*args: Any, **kwargs: Any) -> Any:
@@ -126,12 +139,45 @@ def _tell(label: str, answer: Answer) -> None:
     tables = {
         label: {"result": its, "table" if its == "applied" else "reason": why} for label, (its, why) in _lookups.items()
     }
+    if fault := _fault(_release()):  # also where upstream has a table: the folder was named to be looked into
+        result, named = "failed", [fault]
     _outcome.record(PATCH, result, "; ".join(named), lookups=tables)
 
 
 def _roots() -> list[Path]:
     own = os.environ.get(FOLDER)
     return [*([Path(own)] if own else []), SHIPPED]
+
+
+def _release() -> str:
+    import triton
+
+    return str(triton.__version__)
+
+
+def _fault(release: str) -> str:
+    """Why the folder that the variable names cannot be looked into; empty where it can, or none is named."""
+    own = os.environ.get(FOLDER)
+    if not own:
+        return ""
+    try:
+        if not stat.S_ISDIR(os.stat(own).st_mode):
+            return f"{FOLDER}={own} is no folder; name one that `sglang-patches tune moe` wrote"
+        _is_file(_place(Path(own), release) / "any")
+    except OSError as error:
+        return (
+            f"{FOLDER}={own}: {error.strerror} ({error.filename}); "
+            f"name a folder that is there and that user {os.geteuid()} may read"
+        )
+    return ""
+
+
+def _is_file(file: Path) -> bool:
+    """Raises OSError where that cannot be told: a folder may not be searched, say."""
+    try:
+        return stat.S_ISREG(os.stat(file).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def _place(root: Path, release: str) -> Path:
@@ -144,7 +190,7 @@ def _none(name: str, release: str) -> str:
     if others:
         return f"no table {name} for Triton {release}, only in {', '.join(others)}: tune again"
     own = os.environ.get(FOLDER)
-    if own and not Path(own, "configs").is_dir():
+    if own and not os.path.isdir(os.path.join(own, "configs")):
         return f"no table {name}, and {FOLDER}={own} has no folder configs"
     return f"no table {name}: `sglang-patches tune moe` makes one"
 

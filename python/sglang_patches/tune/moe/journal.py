@@ -27,6 +27,8 @@ from sglang_patches.tune.moe.space import Config, parse
 FORMAT = 1
 Record = dict[str, Any]
 Cell = tuple[Gemm, int, str]  # product, tokens, configuration
+#: Of facts: what times belong to. Those of one place tell nothing of another.
+PLACE = ("device", "triton", "sglang")
 
 
 def append(file: Path, record: Record) -> None:
@@ -74,6 +76,30 @@ def check_plan(file: Path, records: Iterable[Record], plan: Record) -> bool:
                 )
             return True
     return False
+
+
+def check_place(folder: Path, here: Record | None = None) -> None:
+    """Raise PatchError where samples in `folder` are of another device, Triton or upstream release.
+
+    Args:
+        here: by the names in `PLACE`, what is about to be measured; None: all samples must be of one place.
+    """
+    then = "elsewhere" if here is None else "now"
+    for file in files(folder):
+        for record in read(file):
+            if record["record"] != "facts":
+                continue
+            here = here or record
+            differ = [name for name in PLACE if record.get(name) != here.get(name)]
+            if differ:
+                told = ", ".join(f"{name} {_told(record, name)}, {then} {_told(here, name)}" for name in differ)
+                raise PatchError(
+                    f"{file}: measured on another device or release: {told}\n  remedy     another --out, for all of it"
+                )
+
+
+def _told(facts: Record, name: str) -> str:
+    return repr(facts[name]) if name in facts else "not noted"
 
 
 class Known:

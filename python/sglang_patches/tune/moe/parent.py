@@ -129,7 +129,8 @@ def measure(request: Request) -> None:
     """Run a process a GPU until all have measured, and start those anew that a kernel took down.
 
     Raises:
-        PatchError: a process failed otherwise, or the folder holds another plan. What was measured is kept.
+        PatchError: a process failed otherwise, or the folder holds another plan, or samples of another device, Triton
+            or upstream release. What was measured is kept.
     """
     installed = upstream.locate()
     if installed is None or installed.read(_KERNEL) is None:
@@ -206,15 +207,18 @@ def result(request: Request) -> Result:
     """From the samples in the folder: what each token count takes, and the tables.
 
     Raises:
-        PatchError: nothing whole was measured.
+        PatchError: nothing whole was measured, or not all on one device, Triton and upstream release.
     """
     parts = [Known(journal.read(file)) for file in journal.files(request.out)]
     parts = [known for known in parts if known.facts]
     if not parts:
         raise PatchError(f"{request.out}: no samples of `tune moe`\n  remedy     run it, or name its folder")
-    names = {json.dumps(known.facts["names"]) for known in parts} | {known.facts["triton"] for known in parts}
-    if len(names) != 2:
-        raise PatchError(f"{request.out}: samples of GPUs or Triton releases that differ\n  remedy     tune them apart")
+    journal.check_place(request.out)
+    names = sorted({known.facts["names"]["gate_up"] for known in parts})
+    if len(names) != 1:
+        raise PatchError(
+            f"{request.out}: samples for {len(names)} tables: {', '.join(names)}\n  remedy     an --out for each"
+        )
     made = Result(request, parts[-1].facts, max(rate(request.geometry, known) for known in parts))
     changed = sum(len(known.layer) for known in parts)
     for known in parts:

@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 
+from sglang_patches import upstream
+from sglang_patches.errors import PatchError
 from sglang_patches.tune.moe import builds, choose, journal, layer, space, tables, timing
 from sglang_patches.tune.moe.geometry import GEMMS, Gemm, Geometry, from_document
 from sglang_patches.tune.moe.journal import Known, Record
@@ -67,6 +69,18 @@ def read_plan(text: str) -> Plan:
     )  # fmt: skip
 
 
+def place(cuda: bool) -> dict[str, str]:
+    """Where this process measures, by the names in `journal.PLACE`."""
+    import triton
+
+    installed = upstream.locate()
+    return {
+        "device": torch.cuda.get_device_name() if cuda else "CPU",
+        "triton": triton.__version__,
+        "sglang": installed.release if installed else "none",
+    }
+
+
 class Worker:
     """The stages, and what they share."""
 
@@ -76,6 +90,8 @@ class Worker:
         self._told = 0.0
         geometry = plan.geometry
         self.cuda = torch.cuda.is_available()
+        self.place = place(self.cuda)
+        journal.check_place(file.parent, self.place)
         # Interpreted on a CPU, to try the flow, a call takes a hundred milliseconds and says nothing.
         self.replays, self.rounds, self.layer_rounds = (_REPLAYS, _ROUNDS, _LAYER_ROUNDS) if self.cuda else (1, 2, 2)
         device = torch.device("cuda" if self.cuda else "cpu")
@@ -105,8 +121,6 @@ class Worker:
         return min(self.plan.layers, fit)
 
     def _facts(self) -> None:
-        import triton
-
         with layer.tables_from(None):
             own = layer.own_keys(self.experts)
             kept = tables.beyond(self.plan.tokens[-1], self.plan.geometry.experts, own)
@@ -114,11 +128,10 @@ class Worker:
         self.upstream = {at: takes[at] for at in self.plan.tokens}
         facts: Record = {
             "record": "facts",
-            "device": torch.cuda.get_device_name() if self.cuda else "CPU",
+            **self.place,
             "multiprocessors": self.device.multiprocessors,
             "bandwidth": self.device.bandwidth,
             "layers": self.experts.layers,
-            "triton": triton.__version__,
             "torch": torch.__version__,
             "names": layer.file_names(self.experts),
             "upstream_table": bool(own),
@@ -276,11 +289,9 @@ class Worker:
         pairs = self.pairs()
         changed = [tokens for tokens, pair in pairs.items() if pair != self.upstream[tokens]]
         whole = layer.Layer(self.experts, self.device.l2)
-        with tempfile.TemporaryDirectory() as place:
-            root = Path(place)
-            import triton
-
-            tables.write(root, triton.__version__, layer.file_names(self.experts), tables.assemble(pairs, {}))
+        with tempfile.TemporaryDirectory() as folder:
+            root = Path(folder)
+            tables.write(root, self.place["triton"], layer.file_names(self.experts), tables.assemble(pairs, {}))
             for count, tokens in enumerate(changed):
                 pair = {gemm: str(pairs[tokens][gemm]) for gemm in GEMMS}
                 done = [record for record in self.known.layer.get(tokens, []) if record["pair"] == pair]
@@ -351,6 +362,8 @@ def main(arguments: list[str]) -> None:
         if worker is not None:
             worker.append({"record": "interrupted"})
         raise SystemExit(130) from None
+    except PatchError as error:
+        raise SystemExit(f"sglang-patches: {error}") from None
     finally:
         if worker is not None:
             worker.pool.close()
