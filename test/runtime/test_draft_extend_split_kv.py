@@ -327,7 +327,12 @@ def test_kernels_that_are_wrong_here_are_not_used(
     monkeypatch.setattr(patch.check, "difference", compared)
     firsts: list[Any] = []
     make = patch.Hook.__init__
-    monkeypatch.setattr(patch.Hook, "__init__", lambda self, *given: firsts.append(given[2]) or make(self, *given))
+
+    def made(self: Any, run: Any, tokens: int, first: Any = None) -> None:
+        firsts.append(first)
+        make(self, run, tokens, first)
+
+    monkeypatch.setattr(patch.Hook, "__init__", made)
     backend = Backend(4)
     patch.prepare(backend, backend)
     told = _outcome.outcomes()[patch.PATCH]
