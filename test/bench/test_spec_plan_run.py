@@ -48,6 +48,10 @@ def test_ratios_are_of_one_round_and_the_least_is_told() -> None:
     assert run.summary([], 10) == []
 
 
+# Of variables that a command is told with; upstream's import sets some in this process.
+STEERING = ("SGL", "NCCL", "CUDA", "TRITON", "OMP", "FLASHINFER", "TORCH", "PYTORCH")
+
+
 def test_the_result_has_the_whole_command_and_goes_on_with_the_same_token_mode_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -62,7 +66,7 @@ def test_the_result_has_the_whole_command_and_goes_on_with_the_same_token_mode_o
         def wait(self, _limit: float) -> int:
             return 0
 
-    for name in [name for name in os.environ if name.startswith(("SGLANG", "NCCL", "CUDA", "TRITON", "OMP"))]:
+    for name in [name for name in os.environ if name.startswith(STEERING)]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("SGLANG_PATCHES", "+draft-extend-split-kv")
     # Not the module's own Popen, with which torch's import looks for libraries.
