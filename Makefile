@@ -23,6 +23,7 @@ export PYTHONUNBUFFERED = 1
 help:
 	@echo 'make serve                      set up, then serve the bundled model with its EAGLE-3 draft on port 30000'
 	@echo 'make serve MODEL=.. DRAFT=.. TP=8 PORT=.. ARGS=".."   the same for a real model'
+	@echo 'make setup                      only set up: what serve and test do first'
 	@echo 'make stop PORT=..               end the server on that port and its children'
 	@echo 'make lanes                      carry the patches to every release since 0.5.17 and write docs/lanes.md'
 	@echo 'make docs                       build docs/ as a site into site/; make docs-serve shows it while you write'
