@@ -1,19 +1,46 @@
-"""One engine, to run in a process of its own: greedy answers of batches of every size, timed from outside."""
+"""One engine, to run in a process of its own: greedy answers, then batches of every size, timed from outside."""
 
 from __future__ import annotations
 
 import json
+import os
+import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-#: Arms: without speculation; a chain of 3 steps; a chain as long as the plan says for the batch.
-ARMS = ("none", "fixed", "plan")
+from sglang_patches.bench import shard
+from sglang_patches.bench.verify_step import arguments, grid
+
+#: Upstream's default commits one token id for all, so that requests would read the same experts.
+TOKEN_MODE = "real-draft-token"
 _DRAFT_TOKENS = 4
 _WARM_UP_TOKENS = 16
+_ANSWER_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Arm:
+    """How an engine serves."""
+
+    speculates: bool
+    planned: bool = False
+    upstream: bool = False  # no patch is on
+
+
+#: Without speculation; a chain of 3 steps; a chain as long as the plan says for the batch; the first two of upstream.
+ARMS = {
+    "none": Arm(speculates=False),
+    "fixed": Arm(speculates=True),
+    "plan": Arm(speculates=True, planned=True),
+    "upstream-none": Arm(speculates=False, upstream=True),
+    "upstream-fixed": Arm(speculates=True, upstream=True),
+}
 
 
 class Work(BaseModel):
@@ -23,65 +50,131 @@ class Work(BaseModel):
 
     layers: int
     weights: str
+    model: Path | None
+    draft: Path | None
     batch_sizes: list[int]
     context: int
     tokens: int
     repeats: int
+    accept_lengths: list[float]
+    answers: int
     plan: Path | None
 
+    def chosen(self, folder: Path, cuda: bool, extra: list[str]) -> arguments.Chosen:
+        """What is served: the pair named, or a share of Kimi-K2.5 that is written to `folder`."""
+        asked = grid.Grid(
+            batch_sizes=self.batch_sizes, contexts=[self.context], modes=["graph"], rounds=1,
+            tokens=max(self.tokens, _ANSWER_TOKENS),
+        )  # fmt: skip
+        if self.model and self.draft:
+            target, draft = self.model, self.draft
+        else:
+            target, draft = shard.write(folder, self.layers, self.weights)
+        return arguments.Chosen(target, draft, dummy=not self.model, cuda=cuda, grid=asked, extra=extra)
 
-def measure(arm: str, work: Work, out: Path) -> None:
-    """Serve a share of Kimi-K2.5 as `arm` says, with routers drawn, and write what was measured.
 
-    Prompts are prefilled once and stay in the radix cache, so that a timed answer computes one prompt token a request.
-    Written: ``batches`` (``batch_size``; ``seconds`` and ``passes``, target passes of the first request, by repeat),
-    ``routers_drawn``, ``arguments`` and ``provenance``.
+class Served:
+    """The engine of an arm."""
+
+    def __init__(self, arm: str, work: Work, folder: Path, cuda: bool) -> None:
+        from sglang.srt.entrypoints.engine import Engine
+        from sglang.srt.server_args import prepare_server_args
+
+        from sglang_patches.bench.verify_step import probe
+
+        class Probed(Engine):
+            run_scheduler_process_func = staticmethod(
+                probe.run_speculative if ARMS[arm].speculates else probe.run_plain
+            )
+
+        planned = ["--speculative-adaptive", "--speculative-adaptive-config", str(work.plan)]
+        self.chosen = work.chosen(folder, cuda, planned if ARMS[arm].planned else [])
+        self.steps = _DRAFT_TOKENS if ARMS[arm].speculates else 0
+        generator = np.random.default_rng(0)
+        requests = max(*work.batch_sizes, work.answers)
+        # The first ids are special tokens.
+        self.prompts = generator.integers(8, self.chosen.vocabulary(), (requests, work.context)).tolist()
+        self.engine = Probed(server_args=prepare_server_args(self.chosen.arguments(self.steps)))
+        self._answer = folder / "answer.json"
+
+    def ask(self, do: str, **named: Any) -> Any:
+        """Call the probe in the scheduler; returns its answer."""
+        self.engine.collective_rpc("verify_step", do=do, out=str(self._answer), **named)
+        return json.loads(self._answer.read_text())
+
+    def answer(self, prompt: list[int]) -> dict[str, Any]:
+        """One greedy answer: its ``tokens``, and by position the ``logprob`` of each (nats) and of the two best
+        tokens (``best``, pairs of token and nats).
+        """
+        params = {"temperature": 0, "max_new_tokens": _ANSWER_TOKENS, "ignore_eos": True}
+        got = self.engine.generate(input_ids=prompt, sampling_params=params, return_logprob=True, top_logprobs_num=2)
+        told = got["meta_info"]
+        tokens = [token for _, token, _ in told["output_token_logprobs"]]
+        if len(tokens) != _ANSWER_TOKENS:
+            raise ValueError(f"{_ANSWER_TOKENS} tokens were asked for, {len(tokens)} came")
+        return {
+            "tokens": tokens,
+            "logprob": [nats for nats, _, _ in told["output_token_logprobs"]],
+            "best": [[(token, nats) for nats, token, _ in best] for best in told["output_top_logprobs"]],
+        }
+
+    def generate(self, size: int, tokens: int) -> tuple[float, int]:
+        """Seconds of a batch of greedy answers, and target passes of its first request."""
+        params = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+        begun = time.perf_counter()
+        answers = self.engine.generate(input_ids=self.prompts[:size], sampling_params=params)
+        seconds = time.perf_counter() - begun
+        told = answers[0]["meta_info"]
+        if told["completion_tokens"] != tokens:
+            raise ValueError(f"{tokens} tokens were asked for, {told['completion_tokens']} came")
+        return seconds, int(told.get("spec_verify_ct") or tokens)
+
+
+def measure(arm: str, work: Work, out: Path, cuda: bool) -> None:
+    """Serve as `arm` says and write what was measured; begins when a line comes on standard input.
+
+    Upstream is imported before that, while another engine still starts. Answers come first, each prompt alone, so that
+    all arms prefill in the same shapes. Then prompts are prefilled once and stay in the radix cache: a timed answer
+    computes one prompt token a request.
+
+    Written: ``answers`` (see `Served.answer`); ``batches`` (``batch_size``; ``accept_length``, the pinned one or None
+    without speculation; ``seconds`` and ``passes``, target passes of the first request, by repeat);
+    ``start_seconds``, ``routers_drawn``, ``arguments``, ``outcomes`` and ``provenance``.
     """
-    import numpy as np
-    from sglang.srt.entrypoints.engine import Engine
-    from sglang.srt.server_args import prepare_server_args
+    import sglang.srt.entrypoints.engine
+    import sglang.srt.server_args  # noqa: F401
 
-    from sglang_patches.bench import shard
-    from sglang_patches.bench.verify_step import arguments, grid, probe
     from sglang_patches.nccl.provenance import whole
 
-    class Served(Engine):
-        run_scheduler_process_func = staticmethod(probe.run_plain if arm == "none" else probe.run_speculative)
+    if not sys.stdin.readline():
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        begun = time.perf_counter()
+        served = Served(arm, work, Path(scratch), cuda)
+        started = time.perf_counter() - begun
+        drawn = served.ask("draw") if served.chosen.dummy else 0
+        answers = [served.answer(prompt) for prompt in served.prompts[: work.answers]]
+        batches = _batches(served, work, ARMS[arm].speculates)
+        state = served.engine.get_server_info()["internal_states"][0].get("sglang_patches", {})
+        served.engine.shutdown()
+        told = {"arm": arm, "answers": answers, "batches": batches, "start_seconds": round(started, 1)}
+        told |= {"routers_drawn": drawn, "arguments": served.chosen.shown(served.steps)}
+        told |= {"outcomes": state.get("outcomes", {}), "patches": os.environ.get("SGLANG_PATCHES", "")}
+        out.write_text(json.dumps({**told, "provenance": whole()}))
 
-    asked = grid.Grid(
-        batch_sizes=work.batch_sizes, contexts=[work.context], modes=["graph"], rounds=1, tokens=work.tokens
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        target, draft = shard.write(Path(folder), work.layers, work.weights)
-        extra = ["--speculative-adaptive", "--speculative-adaptive-config", str(work.plan)] if arm == "plan" else []
-        chosen = arguments.Chosen(target, draft, dummy=True, cuda=True, grid=asked, extra=extra)
-        steps = 0 if arm == "none" else _DRAFT_TOKENS
-        engine = Served(server_args=prepare_server_args(chosen.arguments(steps)))
-        answer = Path(folder) / "answer.json"
-        engine.collective_rpc("verify_step", do="draw", out=str(answer))
-        drawn = json.loads(answer.read_text())
-        generator = np.random.default_rng(0)
-        prompts = generator.integers(8, chosen.vocabulary(), (asked.requests, work.context)).tolist()
 
-        def generate(size: int, tokens: int) -> tuple[float, int]:
-            params = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-            begun = time.perf_counter()
-            answers = engine.generate(input_ids=prompts[:size], sampling_params=params)
-            seconds = time.perf_counter() - begun
-            told = answers[0]["meta_info"]
-            if told["completion_tokens"] != tokens:
-                raise ValueError(f"{tokens} tokens were asked for, {told['completion_tokens']} came")
-            return seconds, int(told.get("spec_verify_ct") or tokens)
-
-        generate(asked.requests, 1)
-        batches: list[dict[str, Any]] = []
-        for size in work.batch_sizes:
-            generate(size, _WARM_UP_TOKENS)
-            timed = [generate(size, work.tokens) for _ in range(work.repeats)]
-            batches.append(
-                {"batch_size": size, "seconds": [round(s, 5) for s, _ in timed], "passes": [p for _, p in timed]}
-            )
-        state = engine.get_server_info()["internal_states"][0].get("sglang_patches", {})
-        engine.shutdown()
-        told = {"arm": arm, "batches": batches, "routers_drawn": drawn, "arguments": chosen.shown(steps)}
-        out.write_text(json.dumps({**told, "outcomes": state.get("outcomes", {}), "provenance": whole()}))
+def _batches(served: Served, work: Work, speculates: bool) -> list[dict[str, Any]]:
+    served.generate(max(work.batch_sizes), 1)
+    lengths: list[float | None] = [*work.accept_lengths] if speculates else [None]
+    batches: dict[tuple[int, float | None], dict[str, Any]] = {}
+    for size in work.batch_sizes:
+        for repeat in range(work.repeats + 1):
+            for length in lengths if repeat % 2 else lengths[::-1]:
+                if length is not None:
+                    served.ask("pin", accept_length=length, token_mode=TOKEN_MODE)
+                seconds, passes = served.generate(size, work.tokens if repeat else _WARM_UP_TOKENS)
+                if repeat:
+                    row = batches.setdefault((size, length), {"seconds": [], "passes": []})
+                    row["seconds"].append(round(seconds, 5))
+                    row["passes"].append(passes)
+    return [{"batch_size": size, "accept_length": length, **row} for (size, length), row in batches.items()]

@@ -6,12 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from benchmark.spec_plan import run
+from benchmark.spec_plan import run, summary
 
 
 def test_arms_change_gpus_every_round_and_none_runs_twice() -> None:
@@ -24,28 +25,85 @@ def test_arms_change_gpus_every_round_and_none_runs_twice() -> None:
     assert all(len(group) == 1 for group in run.jobs(["none", "plan"], rounds=3, gpus=1, done=set()))
 
 
-def engine(arm: str, number: int, seconds: list[float]) -> dict[str, Any]:
-    return {"arm": arm, "round": number, "batches": [{"batch_size": 4, "seconds": seconds, "passes": [1]}]}
+def engine(arm: str, number: int, timed: dict[float | None, tuple[float, int]], size: int = 4) -> dict[str, Any]:
+    """An engine's record; `timed`: seconds and passes of one answer by accept length."""
+    batches = [
+        {"batch_size": size, "accept_length": length, "seconds": [seconds], "passes": [passes]}
+        for length, (seconds, passes) in timed.items()
+    ]
+    return {"arm": arm, "round": number, "batches": batches, "answers": []}
 
 
 def test_ratios_are_of_one_round_and_the_least_is_told() -> None:
     engines = [
-        engine("none", 0, [1.0, 1.0]),
-        engine("plan", 0, [0.5, 0.5]),
-        engine("plan", 1, [1.6, 1.6]),
-        engine("none", 1, [2.0, 2.0]),
+        engine("none", 0, {None: (1.0, 10)}),
+        engine("plan", 0, {2.5: (0.5, 4), 5.0: (0.25, 2)}),
+        engine("plan", 1, {2.5: (1.6, 4), 5.0: (0.8, 2)}),
+        engine("none", 1, {None: (2.0, 10)}),
     ]
-    (row,) = run.summary(engines, tokens=10)
-    assert row["none"] == pytest.approx((40 + 20) / 2)
-    assert row["plan"] == pytest.approx((80 + 25) / 2)
-    assert row["plan_over_none"] == pytest.approx(1.75)
-    assert row["plan_least"] == pytest.approx(1.25)
-    assert run.table([row]) == [
-        "| batch | none, tok/s | plan, tok/s | plan / none (least round) |",
-        "|---|---|---|---|",
-        "| 4 | 30 | 52 | 1.750 (1.250) |",
+    first, second = summary.speeds(engines, tokens=10)
+    assert (first["batch_size"], first["accept_length"], second["accept_length"]) == (4, 2.5, 5.0)
+    assert first["none"] == second["none"] == pytest.approx(40 / 1.5)
+    assert (first["plan"], second["plan"]) == (pytest.approx(40 / 1.05), pytest.approx(40 / 0.525))
+    assert first["plan_over_none"] == pytest.approx(1.5 / 1.05)
+    assert (first["plan_least"], second["plan_least"]) == (pytest.approx(1.25), pytest.approx(2.5))
+    assert summary.tables([first], [], []) == [
+        "| batch | accept length | none, tok/s | plan, tok/s | plan / none (least round) |",
+        "|---|---|---|---|---|",
+        "| 4 | 2.5 | 27 | 38 | 1.429 (1.250) |",
     ]
-    assert run.summary([], 10) == []
+    (alone,) = summary.speeds(engines[:1], 10)
+    assert alone == {"batch_size": 4, "accept_length": None, "none": pytest.approx(40.0)}
+    assert summary.speeds([], 10) == summary.break_even([], 10) == summary.tables([], [], []) == []
+
+
+def test_it_breaks_even_where_the_cycles_take_the_time_of_none() -> None:
+    # 0.2 s and 10 ms a cycle; none takes 1.2 s for 200 tokens, in which 100 cycles go.
+    engines = [engine("none", 0, {None: (1.2, 200)}), engine("fixed", 0, {4.0: (0.7, 50), 2.5: (1.0, 80)})]
+    (row,) = summary.break_even(engines, tokens=200)
+    assert row == {"batch_size": 4, "fixed": pytest.approx(2.0), "fixed_cycle_ms": pytest.approx(10.0)}
+    assert summary.tables([], [row], [])[-1] == "| 4 | 2.00 | 10.00 |"
+    # One accept length gives no line; nor do times that fall as cycles grow.
+    for timed in ({4.0: (0.7, 50)}, {4.0: (1.0, 50), 2.5: (0.7, 80)}):
+        assert summary.break_even([engines[0], engine("fixed", 0, timed)], 200) == [{"batch_size": 4}]
+
+
+def answering(arm: str, *answers: tuple[list[int], list[float], list[list[tuple[int, float]]]]) -> dict[str, Any]:
+    told = [{"tokens": tokens, "logprob": nats, "best": best} for tokens, nats, best in answers]
+    return {"arm": arm, "round": 0, "batches": [], "answers": told}
+
+
+def test_a_first_difference_is_held_against_the_noise_before_it() -> None:
+    close, apart = [(7, -1.0), (8, -1.015)], [(7, -1.0), (8, -1.5)]
+    best = [[(5, -2.0), (6, -3.0)], close]
+    none = answering("none", ([5, 7], [-2.0, -1.0], best), ([5, 7], [-2.0, -1.0], [best[0], apart]))
+    same = answering("none", *[(a["tokens"], a["logprob"], a["best"]) for a in none["answers"]])
+    other = answering("fixed", ([5, 8], [-2.01, -0.9], best), ([5, 8], [-1.992, -0.9], best))
+    third = answering("fixed", ([5, 9], [-2.0, -0.9], best), ([5, 7], [-2.0, -1.0], best))
+    again, differing, beyond = summary.sameness([none, same, other, third])
+    assert (again["equal"], again["noise_most"], again["differences"]) == (2, 0, [])
+    assert (differing["equal"], differing["answers"]) == (0, 2)
+    # Logprobs after the first difference are of other texts.
+    assert differing["noise_most"] == pytest.approx(0.01)
+    assert differing["noise_median"] == pytest.approx(0.009)
+    one, two = differing["differences"]
+    assert one == {
+        "answer": 0, "position": 1, "none": 7, "other": 8, "gap": pytest.approx(0.015), "explained": True
+    }  # fmt: skip
+    assert (two["gap"], two["explained"]) == (pytest.approx(0.5), False)
+    assert [(told["gap"], told["explained"]) for told in beyond["differences"]] == [(None, False)]
+    assert summary.tables([], [], [differing])[-1] == "| fixed | 0 | 0 of 2 | 0.009 | 0.01 | 1 of 2 |"
+    assert summary.sameness([other]) == []
+
+
+def test_an_arm_of_upstream_has_no_patches_and_a_gpu_is_named_to_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_PATCHES", "+oea-topk")
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    ours, theirs = run.environment("fixed", "3"), run.environment("upstream-fixed", "3")
+    assert (ours["SGLANG_PATCHES"], theirs["SGLANG_PATCHES"]) == ("+oea-topk", "none")
+    assert ours["CUDA_VISIBLE_DEVICES"] == theirs["CUDA_VISIBLE_DEVICES"] == "3"
+    assert "PYTHONDONTWRITEBYTECODE" not in ours
+    assert run.environment("none", None)["SGLANG_USE_CPU_ENGINE"] == "1"
 
 
 # Of variables that a command is told with; upstream's import sets some in this process.
@@ -55,35 +113,42 @@ STEERING = ("SGL", "NCCL", "CUDA", "TRITON", "OMP", "FLASHINFER", "TORCH", "PYTO
 def test_the_result_has_the_whole_command_and_goes_on_with_the_same_token_mode_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun: list[dict[str, str]] = []
+    begun: list[str] = []
 
     class Engine:
-        def __init__(self, words: list[str], env: dict[str, str]) -> None:
-            begun.append(env)
-            measured = {"arm": words[-1], "batches": [{"batch_size": 4, "seconds": [1.0], "passes": [1]}]}
-            Path(words[words.index("--one") - 1]).write_text(json.dumps(measured))
+        """Waits for its line, as the real one does, and measures."""
+
+        def __init__(self, words: list[str], env: dict[str, str], stdin: int) -> None:
+            assert stdin == subprocess.PIPE
+            begun.append(words[-1])
+            self.words, self.stdin = words, BytesIO()
 
         def wait(self, _limit: float) -> int:
+            assert self.stdin.getvalue() == b"go\n"
+            measured = engine(self.words[-1], 0, {None: (1.0, 1)})
+            Path(self.words[self.words.index("--one") - 1]).write_text(json.dumps(measured))
             return 0
 
     for name in [name for name in os.environ if name.startswith(STEERING)]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("SGLANG_PATCHES", "+draft-extend-split-kv")
     # Not the module's own Popen, with which torch's import looks for libraries.
-    monkeypatch.setattr(run, "subprocess", SimpleNamespace(Popen=Engine, TimeoutExpired=subprocess.TimeoutExpired))
+    fake = SimpleNamespace(Popen=Engine, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr(run, "subprocess", fake)
     monkeypatch.setattr(run.selection, "has_gpu", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr(run.provenance, "code_state", lambda: {"id": "x"})
     out = tmp_path / "tokens.json"
-    words = ["--out", str(out), "--arms", "none", "--rounds", "1", "--batch-sizes", "4"]
+    words = ["--out", str(out), "--arms", "none,upstream-none", "--rounds", "1", "--batch-sizes", "4"]
     monkeypatch.setattr(sys, "argv", ["run.py", *words])
     assert run.main() == 0
     told = json.loads(out.read_text())
     steered = ["env", "SGLANG_PATCHES=+draft-extend-split-kv"]
     assert told["command"] == [*steered, "python", "-m", "benchmark.spec_plan.run", *words]
-    assert told["work"]["token_mode"] == begun[0]["SGLANG_SIMULATE_ACC_TOKEN_MODE"] == "real-draft-token"
+    assert told["work"]["token_mode"] == "real-draft-token"
+    assert begun == [one["arm"] for one in told["engines"]] == ["none", "upstream-none"]
     assert run.main() == 0
-    assert len(begun) == 1, "what is measured is not measured again"
+    assert len(begun) == 2, "what is measured is not measured again"
     # As results were before they noted it: their engines ran with upstream's default.
     del told["work"]["token_mode"]
     out.write_text(json.dumps(told))
@@ -96,6 +161,8 @@ def test_it_says_what_is_missing(tmp_path: Path) -> None:
     refused = subprocess.run([*words, "--arms", "none,plan"], capture_output=True, text=True, check=False)
     assert refused.returncode == 2
     assert "plan needs --plan with a file" in refused.stderr
+    half = subprocess.run([*words, "--model", "x"], capture_output=True, text=True, check=False)
+    assert (half.returncode, "give both" in half.stderr) == (2, True)
     if not run.selection.has_gpu():
         told = subprocess.run(words, capture_output=True, text=True, check=False)
         assert (told.returncode, "no GPU here" in told.stderr) == (2, True)

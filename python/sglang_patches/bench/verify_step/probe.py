@@ -246,12 +246,32 @@ def _unless_eager(can_run_graph: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def _answer(scheduler: Any, do: str, out: str, eager: bool = False, batch_size: int = 0) -> None:
+def pin(accept_length: float, token_mode: str) -> None:
+    """Commit so many tokens a cycle on average from here on, as ``SGLANG_SIMULATE_ACC_LEN`` at start would.
+
+    Upstream reads its own constants again at every verify (`eagle_utils.eagle_sample`), so one engine can be timed at
+    several accept lengths. `token_mode` is ``SGLANG_SIMULATE_ACC_TOKEN_MODE``.
+    """
+    from sglang.srt.speculative import spec_utils
+
+    spec_utils.SIMULATE_ACC_LEN = accept_length
+    spec_utils.SIMULATE_ACC_TOKEN_MODE = token_mode
+
+
+def _answer(
+    scheduler: Any,
+    do: str,
+    out: str,
+    eager: bool = False,
+    batch_size: int = 0,
+    accept_length: float = -1.0,
+    token_mode: str = "",
+) -> None:
     """RPC of the scheduler; the answer goes to file `out` as JSON, from the first tensor-parallel rank.
 
-    ``draw``: routers (`routers.draw`). ``facts``: what is served and the copy bandwidth (`reading.facts`). ``begin``,
-    then ``take``: the cycles of a batch size. ``count``, then ``counted``: experts routed to and contexts seen,
-    untimed. ``profile``, then ``profiled``: kernels.
+    ``draw``: routers (`routers.draw`). ``pin``: accepted tokens a cycle (`pin`). ``facts``: what is served and the copy
+    bandwidth (`reading.facts`). ``begin``, then ``take``: the cycles of a batch size. ``count``, then ``counted``:
+    experts routed to and contexts seen, untimed. ``profile``, then ``profiled``: kernels.
     """
     from sglang.srt.runtime_context import get_parallel
 
@@ -259,6 +279,8 @@ def _answer(scheduler: Any, do: str, out: str, eager: bool = False, batch_size: 
     models = reading.models(scheduler)
     if do == "draw":
         result = routers.draw(models["target"].model)
+    elif do == "pin":
+        pin(accept_length, token_mode)
     elif do == "facts":
         result = reading.facts(models)
     elif do == "begin":
@@ -283,7 +305,7 @@ def _answer(scheduler: Any, do: str, out: str, eager: bool = False, batch_size: 
         result = profile.take(probe.parts, batch_size)
     else:
         raise ValueError(
-            f"verify_step knows no {do!r}; it knows draw, facts, begin, take, count, counted, profile, profiled"
+            f"verify_step knows no {do!r}; it knows draw, pin, facts, begin, take, count, counted, profile, profiled"
         )
     if get_parallel().tp_rank == 0:
         Path(out).write_text(json.dumps(result))

@@ -1,0 +1,45 @@
+"""benchmark/spec_plan on the bundled pair: two real engines, answers compared, acceptance pinned at two lengths."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from .server import REPO
+
+TOKENS = 48
+COMMAND = [
+    sys.executable, "-m", "benchmark.spec_plan.run", "--arms", "none,fixed", "--rounds", "1", "--answers", "2",
+    "--model", "test/models/tiny-kimi", "--draft", "test/models/tiny-kimi-eagle3", "--batch-sizes", "1,2",
+    "--context", "48", "--tokens", str(TOKENS), "--accept-lengths", "1.5,3.5",
+]  # fmt: skip
+
+
+def test_speculation_answers_as_none_does_and_commits_as_many_tokens_as_pinned(tmp_path: Path) -> None:
+    out = tmp_path / "tokens.json"
+    done = subprocess.run([*COMMAND, "--out", str(out)], cwd=REPO, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    told = json.loads(out.read_text())
+    # Float32 on a CPU: equal, and logprobs as near as its rounding.
+    (same,) = told["answers"]
+    assert (same["arm"], same["equal"], same["answers"], same["differences"]) == ("fixed", 2, 2, [])
+    assert same["noise_most"] < 1e-4
+    none, fixed = told["engines"]
+    for one in (none, fixed):
+        assert [len(answer["tokens"]) for answer in one["answers"]] == [64, 64]
+        assert all(
+            best[0][0] == token for a in one["answers"] for token, best in zip(a["tokens"], a["best"], strict=True)
+        )
+    assert [(row["batch_size"], row["accept_length"], row["passes"]) for row in none["batches"]] == [
+        (1, None, [TOKENS]), (2, None, [TOKENS])
+    ]  # fmt: skip
+    rows = {(row["batch_size"], row["accept_length"]): row for row in fixed["batches"]}
+    assert sorted(rows) == [(1, 1.5), (1, 3.5), (2, 1.5), (2, 3.5)]
+    for (_, length), row in rows.items():
+        # 1.5 is 1 or 2 tokens a cycle, 3.5 is 3 or 4: by chance, and the prefill gives the first token.
+        low, high = (TOKENS - 1) / (int(length) + 1), TOKENS / int(length) + 1
+        assert low <= row["passes"][0] <= high, (length, row)
+    assert "| 1 | 3.5 |" in done.stdout
+    assert done.stdout.count("fixed, tok/s") == 1
