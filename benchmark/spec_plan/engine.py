@@ -139,7 +139,7 @@ def measure(arm: str, work: Work, out: Path, cuda: bool) -> None:
 
     Written: ``answers`` (see `Served.answer`); ``batches`` (``batch_size``; ``accept_length``, the pinned one or None
     without speculation; ``seconds`` and ``passes``, target passes of the first request, by repeat);
-    ``start_seconds``, ``routers_drawn``, ``arguments``, ``outcomes`` and ``provenance``.
+    ``start_seconds``, ``values_drawn``, ``arguments``, ``outcomes`` and ``provenance``.
     """
     import sglang.srt.entrypoints.engine
     import sglang.srt.server_args  # noqa: F401
@@ -152,13 +152,13 @@ def measure(arm: str, work: Work, out: Path, cuda: bool) -> None:
         begun = time.perf_counter()
         served = Served(arm, work, Path(scratch), cuda)
         started = time.perf_counter() - begun
-        drawn = served.ask("draw") if served.chosen.dummy else 0
+        drawn = served.ask("draw_all") if served.chosen.dummy else 0
         answers = [served.answer(prompt) for prompt in served.prompts[: work.answers]]
         batches = _batches(served, work, ARMS[arm].speculates)
         state = served.engine.get_server_info()["internal_states"][0].get("sglang_patches", {})
         served.engine.shutdown()
         told = {"arm": arm, "answers": answers, "batches": batches, "start_seconds": round(started, 1)}
-        told |= {"routers_drawn": drawn, "arguments": served.chosen.shown(served.steps)}
+        told |= {"values_drawn": drawn, "arguments": served.chosen.shown(served.steps)}
         told |= {"outcomes": state.get("outcomes", {}), "patches": os.environ.get("SGLANG_PATCHES", "")}
         out.write_text(json.dumps({**told, "provenance": whole()}))
 

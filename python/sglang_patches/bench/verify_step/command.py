@@ -28,6 +28,10 @@ def _numbers(text: str, option: str, least: int = 1) -> list[int]:
     return list(dict.fromkeys(numbers))
 
 
+# What is told of the share, by --drawn.
+_DRAWN = {"routers": "drawn routers", "all": "all values drawn", "nothing": "dummy routers"}
+
+
 def verify_step(
     out: Annotated[Path, typer.Option(help="Result folder; a bare name lies in benchmark/results. Continues one.")],
     draft_tokens: Annotated[
@@ -47,7 +51,9 @@ def verify_step(
     draft: Annotated[str, typer.Option(help="Folder of its EAGLE-3 draft.")] = "",
     layers: Annotated[int, typer.Option(min=6, max=shard.WHOLE, help="Layers of the share.")] = shard.LAYERS,
     weights: Annotated[str, typer.Option(help="Of the share's experts: bf16, or int4 as published.")] = "bf16",
-    routers: Annotated[str, typer.Option(help="Of the share: drawn (tokens choose apart) or dummy.")] = "drawn",
+    drawn: Annotated[
+        str, typer.Option(help="Of the share's weights: routers (tokens choose apart), all (drafts, too) or nothing.")
+    ] = "routers",
     attention_backend: Annotated[str, typer.Option(help="Of the target; torch_native on a CPU.")] = "",
     merge: Annotated[list[Path] | None, typer.Option(help="Add a folder's records, and measure nothing.")] = None,
     server: Annotated[list[str] | None, typer.Argument(metavar="[-- SERVER ARGS]", help="More, and they win.")] = None,
@@ -82,13 +88,13 @@ def verify_step(
     for option, path in (("--model", model), ("--draft", draft)):
         if path and not Path(path, "config.json").is_file():
             raise PatchError(f"{option} {path}: no config.json there\n  remedy     the folder of a downloaded model")
-    for option, word, known in (("--weights", weights, shard.WEIGHTS), ("--routers", routers, ("drawn", "dummy"))):
+    for option, word, known in (("--weights", weights, shard.WEIGHTS), ("--drawn", drawn, tuple(_DRAWN))):
         if word not in known:
             raise PatchError(f"{option} {word!r}\n  expected   {' or '.join(known)}")
-    share = (layers, weights, routers)
-    if model and share != (shard.LAYERS, "bf16", "drawn"):
+    share = (layers, weights, drawn)
+    if model and share != (shard.LAYERS, "bf16", "routers"):
         raise PatchError(
-            "--layers, --weights and --routers are of the share, and --model is served\n  remedy     one or the other"
+            "--layers, --weights and --drawn are of the share, and --model is served\n  remedy     one or the other"
         )
     cuda = selection.has_gpu()
     if not (cuda or model):
@@ -105,7 +111,8 @@ def verify_step(
         tokens=tokens,
         eager_everywhere=eager_everywhere,
         profiled=profile,
-        drawn_routers=routers == "drawn" and not model,
+        drawn_routers=drawn == "routers" and not model,
+        drawn_values=drawn == "all" and not model,
     )
     engines = [*([0] if plain else []), *_numbers(draft_tokens, "--draft-tokens")]
     if not engines or not measured.batch_sizes or not measured.contexts:
@@ -119,7 +126,7 @@ def verify_step(
             target=pair[0],
             draft=pair[1],
             dummy=not model,
-            share=f"{layers} layers, {weights}, {routers} routers" if not model else "a folder",
+            share=f"{layers} layers, {weights}, {_DRAWN[drawn]}" if not model else "a folder",
             cuda=cuda,
             grid=measured,
             captured=captured,

@@ -149,6 +149,7 @@ class Measurement:
         bench, grid = self.bench, self.grid
         begun = time.perf_counter()
         drawn = bench.ask("draw") if grid.drawn_routers else 0
+        values_drawn = bench.ask("draw_all") if grid.drawn_values else 0
         self.progress("prefilling the longest prompts")
         bench.generate(grid.requests, max(grid.contexts), 1)
         document, why_not = provenance(bench)
@@ -165,6 +166,7 @@ class Measurement:
             prefill_seconds=round(time.perf_counter() - begun, 1),
             facts=bench.ask("facts"),
             routers_drawn=drawn,
+            values_drawn=values_drawn,
             swept=self.spec.sweep,
             outcomes_after_sweep=bench.told().get("outcomes"),
             document=document,

@@ -45,6 +45,9 @@ class Grid(BaseModel):
     drawn_routers: bool = Field(
         default=False, description="Routers that spread tokens over all experts; `routers` says why."
     )
+    drawn_values: bool = Field(
+        default=False, description="All weights drawn, so that drafted tokens differ, too; `values` says why."
+    )
 
     @property
     def requests(self) -> int:

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from sglang_patches.bench import routers
+from sglang_patches.bench import routers, values
 from sglang_patches.bench.verify_step import kernels, reading
 
 #: Parts of a cycle in their order, with speculation and without; the last part of a cycle is its host gap.
@@ -269,9 +269,10 @@ def _answer(
 ) -> None:
     """RPC of the scheduler; the answer goes to file `out` as JSON, from the first tensor-parallel rank.
 
-    ``draw``: routers (`routers.draw`). ``pin``: accepted tokens a cycle (`pin`). ``facts``: what is served and the copy
-    bandwidth (`reading.facts`). ``begin``, then ``take``: the cycles of a batch size. ``count``, then ``counted``:
-    experts routed to and contexts seen, untimed. ``profile``, then ``profiled``: kernels.
+    ``draw``: routers (`routers.draw`); ``draw_all``: all weights (`values.draw`). ``pin``: accepted tokens a cycle
+    (`pin`). ``facts``: what is served and the copy bandwidth (`reading.facts`). ``begin``, then ``take``: the cycles of
+    a batch size. ``count``, then ``counted``: experts routed to and contexts seen, untimed. ``profile``, then
+    ``profiled``: kernels.
     """
     from sglang.srt.runtime_context import get_parallel
 
@@ -279,6 +280,8 @@ def _answer(
     models = reading.models(scheduler)
     if do == "draw":
         result = routers.draw(models["target"].model)
+    elif do == "draw_all":
+        result = values.draw(runner.model for runner in models.values())
     elif do == "pin":
         pin(accept_length, token_mode)
     elif do == "facts":
@@ -305,7 +308,8 @@ def _answer(
         result = profile.take(probe.parts, batch_size)
     else:
         raise ValueError(
-            f"verify_step knows no {do!r}; it knows draw, pin, facts, begin, take, count, counted, profile, profiled"
+            f"verify_step knows no {do!r}; it knows draw, draw_all, pin, facts, begin, take, count, counted, profile, "
+            "profiled"
         )
     if get_parallel().tp_rank == 0:
         Path(out).write_text(json.dumps(result))
