@@ -75,8 +75,9 @@ def test_other_checkpoints(tmp_path: Path) -> None:
         of_model(config_json(tmp_path), 7)
     with pytest.raises(PatchError, match="no sizes"):
         of_model(config_json(tmp_path, n_routed_experts=0), 8)
-    with pytest.raises(PatchError, match=r"nowhere.*config\.json"):
-        of_model(tmp_path / "nowhere", 8)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(PatchError, match=r"config\.json: not JSON"):
+        of_model(tmp_path, 8)
 
 
 @pytest.mark.parametrize("wrong", [("fp8_w8a8", None), ("bfloat16", (128, 128)), ("int4_w4a16", (32, 32))])
@@ -523,7 +524,8 @@ def run_with(codes: list[int], monkeypatch: pytest.MonkeyPatch, request: parent.
         (["--dtype", "fp8_w8a8"], "block shape None"),
         (["--dtype", "fp8_w8a8", "--block-shape", "128"], "--block-shape 128"),
         (["--experts", "8"], "sizes in part"),
-        (["--model", "nowhere"], "config.json"),
+        (["--model", "nowhere"], "--model nowhere: no folder has that name"),
+        (["--model", "./nowhere"], "--model ./nowhere: there is no such folder"),
         (["--report"], "no samples"),
     ],
 )

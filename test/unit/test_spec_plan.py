@@ -230,7 +230,7 @@ def test_mistakes(tmp_path: Path) -> None:
         ([*good, "--accept-length", "2", "--write", "x"], "--write needs one context"),
         ([*good, "--accept-length", "2", "--max-batch-size", "64"], "batch size 17 is beyond what was measured"),
         ([*good, "--accept-length", "2", "--context", "9"], "context 9 is outside"),
-        ([*good, "--accept-length", "2", "--target", str(tmp_path)], "no config.json there"),
+        ([*good, "--accept-length", "2", "--target", str(tmp_path)], "that folder has no config.json"),
         (["--costs", str(none), "--accept-length", "2"], "none"),
         (["--costs", str(other), "--accept-length", "2"], "is no result of verify-step (it is: ab)"),
     ):

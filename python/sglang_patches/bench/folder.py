@@ -51,7 +51,11 @@ def write(folder: Path, result: Result, samples: Iterable[Sample] | None = None)
 
 def replace(file: Path, text: str) -> None:
     """Write a file so that a reader, also after a crash, sees the former content or all of `text`."""
-    handle, name = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
+    try:
+        handle, name = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
+    except OSError as error:
+        error.filename = str(file)  # which was named, and not the temporary one
+        raise
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as new:
             new.write(text)

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from sglang_patches import provenance, selection
+from sglang_patches import named_model, provenance, selection
 from sglang_patches.bench import shard
 from sglang_patches.bench.verify_step import arguments, grid, journal, render, workers
 from sglang_patches.document import secrets
@@ -43,8 +43,10 @@ def verify_step(
     profile: Annotated[bool, typer.Option(help="Tell the kernels of a few cells.")] = True,
     sweep: Annotated[bool, typer.Option(help="First serve every batch size, to see which have graphs.")] = False,
     captured: Annotated[int, typer.Option(help="Largest batch that upstream captures; 0: the sizes measured.")] = 0,
-    model: Annotated[str, typer.Option(help="Folder of the target; default: a rank's share of Kimi-K2.5.")] = "",
-    draft: Annotated[str, typer.Option(help="Folder of its EAGLE-3 draft.")] = "",
+    model: Annotated[
+        str, typer.Option(help="The target: folder, or in the hub's cache; else a share of Kimi-K2.5.")
+    ] = "",
+    draft: Annotated[str, typer.Option(help="Its EAGLE-3 draft, likewise.")] = "",
     layers: Annotated[int, typer.Option(min=6, max=shard.WHOLE, help="Layers of the share.")] = shard.LAYERS,
     weights: Annotated[str, typer.Option(help="Of the share's experts: bf16, or int4 as published.")] = "bf16",
     routers: Annotated[str, typer.Option(help="Of the share: drawn (tokens choose apart) or dummy.")] = "drawn",
@@ -79,9 +81,7 @@ def verify_step(
         return
     if bool(model) != bool(draft) and (draft or _numbers(draft_tokens, "--draft-tokens")):
         raise PatchError("--model and --draft go together\n  remedy     give both, or neither for the rank's share")
-    for option, path in (("--model", model), ("--draft", draft)):
-        if path and not Path(path, "config.json").is_file():
-            raise PatchError(f"{option} {path}: no config.json there\n  remedy     the folder of a downloaded model")
+    given = [named_model.folder(option, name) for option, name in (("--model", model), ("--draft", draft)) if name]
     for option, word, known in (("--weights", weights, shard.WEIGHTS), ("--routers", routers, ("drawn", "dummy"))):
         if word not in known:
             raise PatchError(f"{option} {word!r}\n  expected   {' or '.join(known)}")
@@ -114,7 +114,7 @@ def verify_step(
         )
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
-        pair = (Path(model), Path(draft)) if model else shard.write(Path(scratch), layers, weights)
+        pair = (given[0], given[-1]) if model else shard.write(Path(scratch), layers, weights)
         chosen = arguments.Chosen(
             target=pair[0],
             draft=pair[1],
