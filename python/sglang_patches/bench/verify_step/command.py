@@ -14,6 +14,7 @@ from sglang_patches import named_model, provenance, selection
 from sglang_patches.bench import shard
 from sglang_patches.bench.verify_step import arguments, grid, journal, render, workers
 from sglang_patches.document import secrets
+from sglang_patches.draft.check import config_of
 from sglang_patches.errors import PatchError
 
 
@@ -77,7 +78,7 @@ def verify_step(
         folder.mkdir(parents=True, exist_ok=True)
         added = journal.merge(merge, folder)
         typer.echo(f"{folder}: {added} records added")
-        typer.echo(render.write(folder).headline)
+        typer.echo(render.write(folder, merge).headline)
         return
     if bool(model) != bool(draft) and (draft or _numbers(draft_tokens, "--draft-tokens")):
         raise PatchError("--model and --draft go together\n  remedy     give both, or neither for the rank's share")
@@ -112,6 +113,13 @@ def verify_step(
         raise PatchError(
             "nothing to measure\n  remedy     give --draft-tokens, --batch-sizes and --contexts, or --plain"
         )
+    if model:
+        served = {f"--model {model}": config_of(given[0]), f"--draft {draft}": config_of(given[-1])}
+    else:
+        served = {"the share": shard.target(layers, weights), "its draft": shard.draft(layers)}
+    if not any(engines):
+        served.popitem()  # no draft is served
+    arguments.check_positions(measured, served, server or [])
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         pair = (given[0], given[-1]) if model else shard.write(Path(scratch), layers, weights)
