@@ -267,3 +267,14 @@ def test_upstream_drafts_nothing_by_the_file_of_verify_step(tmp_path: Path) -> N
     assert "--speculative-adaptive" not in arguments.Chosen(
         tmp_path, tmp_path, dummy=False, cuda=True, grid=cells
     ).arguments(2)
+
+
+def test_a_bare_name_is_that_of_a_result_as_bench_writes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPO)
+    assert costs.read(Path(H200.name)).told == costs.read(H200).told
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(PatchError, match=rf"--costs benchmark/results/{H200.name} is not there; already benchmark is"):
+        costs.read(Path(H200.name))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(PatchError, match="--costs empty has no result"):
+        costs.read(Path("empty"))

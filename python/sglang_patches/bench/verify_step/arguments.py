@@ -41,7 +41,7 @@ def check_positions(grid: Grid, models: Mapping[str, Mapping[str, Any]], extra: 
     needed = max(longest + grid.room, int(asked) if asked.isdecimal() else 0)
     for what, raw in models.items():
         draft = conventions.architecture(raw) is not None
-        config = conventions.read_config(raw, None).config if draft else raw
+        config = conventions.read_config(raw, None).config if draft else dict(raw)
         allowed = positions(config.get("text_config") or config)
         if allowed < needed:
             least = allowed - grid.room
