@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path  # what starts with every interpreter imports this module too
 
 
 class PatchError(Exception):
@@ -25,10 +29,29 @@ def of_system(error: OSError) -> str:
     """An operating system's error as a message: the file if it is about one, and then what to do."""
     if error.filename is None:
         return str(error)
-    return (
-        f"{error.filename}: {error.strerror}\n"
-        f"  remedy     name a place that exists and can be written (free space, permissions)"
-    )
+    import shlex
+    from pathlib import Path
+
+    path = Path(str(error.filename))
+    above = shlex.quote(str(path.parent))
+    seen, remedy = "", "name a place that exists and can be written (free space, permissions)"
+    if isinstance(error, FileNotFoundError):
+        seen, remedy = first_missing(path), f"name a file that is there (ls {above})"
+        if not path.parent.is_dir():
+            remedy = f"name a file that is there; to write one, first: mkdir -p {above}"
+    elif isinstance(error, IsADirectoryError):
+        remedy = "name a file, such as one in it"
+    elif isinstance(error, NotADirectoryError):
+        remedy = "name a folder, or a file in one"
+    elif isinstance(error, PermissionError):
+        remedy = f"name a place that this user may read or write, or change who may: ls -ld {above}"
+    return f"{error.filename}: {error.strerror}{seen}\n  remedy     {remedy}"
+
+
+def first_missing(path: Path) -> str:
+    """Of a path that is not there: which folder above it is missing already, as the end of a message; else empty."""
+    missing = [folder for folder in reversed(path.parents) if not folder.exists()]
+    return f"; already {missing[0]} is not there" if missing else ""
 
 
 @contextlib.contextmanager

@@ -41,6 +41,8 @@ _NOT_RECKONED = {
     ("--quantization",): ("memory",),
     ("--cpu-offload-gb",): ("memory",),
     ("--load-format",): ("memory",),
+    ("--revision",): ("model", "draft", "memory"),
+    ("--speculative-draft-model-revision",): ("draft", "memory"),
 }
 # Checks that examine GPUs where a server on the CPU uses none.
 _OF_GPUS = ("driver", "GPUs", "sgl_kernel", "shared memory", "memory")
@@ -270,14 +272,9 @@ def place(model: str) -> str:
 
 def plan(wanted: Wanted, cuda: bool) -> serve.Launch:
     """The command line and environment of the server. Raises PatchError where the models are none."""
-    try:
-        return serve.plan(
-            wanted.model, wanted.draft, wanted.tp, wanted.port, wanted.extra, cuda=cuda, environ=wanted.environ
-        )
-    except SystemExit as error:
-        # serve speaks to people who write `make serve`.
-        said = str(error.code).replace("serve: ", "", 1).replace("MODEL= and DRAFT=", "--model and --draft")
-        raise PatchError(said) from None
+    return serve.plan(
+        wanted.model, wanted.draft, wanted.tp, wanted.port, wanted.extra, cuda=cuda, environ=wanted.environ
+    )
 
 
 def not_reckoned(argv: Sequence[str]) -> dict[str, tuple[str, ...]]:

@@ -22,8 +22,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sglang_patches import api_key, direct, import_path, lane, selection
+from sglang_patches import api_key, direct, import_path, lane, named_model, selection
 from sglang_patches.document import secrets
+from sglang_patches.draft import refusal, roles
+from sglang_patches.draft.checkpoint import local_config
 from sglang_patches.errors import PatchError
 from sglang_patches.series import load
 from sglang_patches.upstream import locate
@@ -65,22 +67,37 @@ class Launch:
     notes: list[str] = field(default_factory=list)
 
 
-def is_path(model: str) -> bool:
-    """Whether a model's name is meant as a folder, and not as OWNER/MODEL of the hub."""
-    return Path(model).exists() or model.startswith((".", "/", "~")) or model.count("/") > 1
-
-
 def _model_config(model: str) -> dict[str, object] | None:
-    """The checkpoint's ``config.json``; None for a hub name. A local path without one is an error."""
-    path = Path(model)
-    if (path / "config.json").is_file():
-        return json.loads((path / "config.json").read_text())
-    if is_path(model):
-        raise SystemExit(
-            f"serve: {model} holds no config.json, so it is no checkpoint; give MODEL= and DRAFT= the folder of a "
-            "downloaded model or a hub name like owner/model"
-        )
-    return None
+    """The ``config.json`` of a checkpoint's folder; None for a hub name, of which the server may take another revision.
+
+    Raises PatchError.
+    """
+    file = Path(model) / "config.json"
+    if not file.is_file():
+        return None
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise PatchError(f"{file}: not JSON: {error}\n  remedy     download the model again") from None
+    if not isinstance(config, dict):
+        raise PatchError(f"{file}: a JSON {type(config).__name__} and no object\n  remedy     download the model again")
+    return config
+
+
+def _refuse_misplaced(model: str, draft: str, environ: Mapping[str, str]) -> None:
+    """Refuse, as the server would, a target that is a draft, or a draft that is none. Raises PatchError."""
+    target_config = local_config(model, None, None)
+    draft_config = local_config(draft, None, None) if draft else None
+    reasons = roles.misplaced(target_config, draft_config)
+    if not reasons:
+        return
+    try:
+        if refusal.only_warns(environ):
+            return
+    except refusal.DraftContractError as error:
+        raise PatchError(str(error)) from None
+    remedy = roles.remedy(target_config, draft_config, model, draft)
+    raise PatchError(refusal.message(draft, model, reasons, remedy))
 
 
 def _weight_bytes(model: str) -> int:
@@ -102,10 +119,15 @@ def plan(
 
     ``model`` and ``draft`` are folders or hub names (``draft`` may be empty: no speculation); ``extra`` goes last, so
     it overrides what is chosen here. Variables that ``environ`` already sets are kept.
-    Raises SystemExit with a remedy when a folder is no checkpoint.
+    Raises PatchError when a model is none, is not here and cannot be fetched, or stands in the other's place.
     """
     if any(arg == "--port" or arg.startswith("--port=") for arg in extra):
-        raise SystemExit("serve: --port in ARGS would contradict PORT; give PORT= instead")
+        raise PatchError("--port in ARGS would contradict PORT; give PORT= instead")
+    of_target, of_draft = named_model.revisions(extra)
+    absent = {model: named_model.servable("model", model, environ, of_target)}
+    if draft:
+        absent[draft] = named_model.servable("draft", draft, environ, of_draft)
+    _refuse_misplaced(model, draft, environ)
     config = _model_config(model)
     name = Path(model).name
     argv = [sys.executable, "-m", "sglang.launch_server", "--model-path", model, "--served-model-name", name]
@@ -118,8 +140,12 @@ def plan(
         notes.append(f"--trust-remote-code is passed: {model} brings (or may bring) Python code of its own")
     if (config and config.get("model_type") == "kimi_k25" and "auto_map" in config) or re.search(r"(?i)kimi-k2", name):
         argv += ["--tool-call-parser", "kimi_k2", "--reasoning-parser", "kimi_k2"]
+    notes += [
+        f"{one} is not on this machine: the server asks the hub for it, and ends where that cannot be reached"
+        for one, missing in absent.items()
+        if missing is not None
+    ]
     if draft:
-        _model_config(draft)
         argv += ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", draft, *_EAGLE3_ARGS]
     else:
         notes.append("no draft model: serving without speculative decoding")

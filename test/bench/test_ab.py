@@ -97,8 +97,8 @@ def test_a_server_that_does_not_start_ends_the_run_with_what_it_said(fake: str, 
         (["--prompts", "99"], "1 to 23"),
         (["--", "--port", "3"], "free port"),
         (["--b", "oops"], "oops"),
-        (["--model", "./no-such-model", "--prompt-tokens", "8", "--vocabulary", "999"], "no config.json"),
-        (["--draft", "./no-such-draft"], "no config.json"),
+        (["--model", "./no-such-model", "--prompt-tokens", "8", "--vocabulary", "999"], "no such folder"),
+        (["--draft", "./no-such-draft"], "no such folder"),
     ],
 )
 def test_mistakes_start_nothing(tmp_path: Path, more: list[str], said: str) -> None:

@@ -73,6 +73,18 @@ def test_committed_results_are_read() -> None:
     assert all(len(result.document.processes[0].libraries) > 10 for result in read if result.document)
 
 
+def test_the_time_of_a_result_is_that_of_its_last_turn(tmp_path: Path) -> None:
+    early, late, when = "2026-01-02T03:04:05+00:00", "2026-01-03T00:00:00+00:00", "2026-01-04T00:00:00+00:00"
+    one, other = ab().turns[:2]
+    turns = [one.model_copy(update={"ended": late}), other.model_copy(update={"ended": early})]
+    assert folder.measured(turns, tmp_path) == late
+    assert folder.measured([turns[0], other], tmp_path) == late
+    assert folder.measured([other], tmp_path) > "2026-06"  # now
+    folder.write(tmp_path, ab(when=when))
+    assert folder.measured([other], tmp_path) == when
+    assert folder.measured(turns, tmp_path) == late
+
+
 def test_diff_of_results_is_about_their_servers(tmp_path: Path) -> None:
     one, other = ab(), ab()
     for turn in other.turns:

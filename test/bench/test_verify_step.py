@@ -244,6 +244,31 @@ def test_two_halves_are_put_together_once(tmp_path: Path) -> None:
     assert len(journal.read(into)) == 12
 
 
+def test_the_time_of_a_result_is_that_of_its_measuring(tmp_path: Path) -> None:
+    def timed(of: list[dict[str, Any]], *at: str) -> list[dict[str, Any]]:
+        return [record | {"at": time} for record, time in zip(of, [*at, *[at[-1]] * len(of)], strict=False)]
+
+    early, late = "2026-01-02T03:04:05+00:00", "2026-01-03T00:00:00+00:00"
+    a, b, old, both = (tmp_path / name for name in ("a", "b", "old", "both"))
+    write(a, timed(records(0, "a", [1.0]), early))
+    # One that was killed and measured again later does not count.
+    write(b, [*timed(records(4, "b", [2.0]), early, late), *timed(records(4, "x", [9.0], done=False), "2026-09-09")])
+    assert [render.write(place).when for place in (a, b, a)] == [early, late, early]
+    for _ in range(2):
+        both.mkdir(exist_ok=True)
+        journal.merge([a, b], both)
+        assert render.write(both, [a, b]).when == late
+    assert "at" not in json.loads((both / "cells.json").read_text())["rows"][0]
+    # Of records of earlier releases, that of their result; now, where there is none.
+    write(old, records(2, "c", [3.0]))
+    assert render.write(old).when > "2026-06"
+    told = json.loads((old / "result.json").read_text()) | {"when": "2026-02-02T00:00:00+00:00"}
+    (old / "result.json").write_text(json.dumps(told))
+    assert render.write(old).when == told["when"]
+    journal.merge([old], both)
+    assert render.write(both, [old]).when == render.write(both).when == told["when"]
+
+
 def test_the_folder_tells_what_is_not_complete_and_why_a_profile_is_missing(tmp_path: Path) -> None:
     broken = {"record": "kernels", "engine": 4, "run": "b", "batch_size": 2, "context": 100, "mode": "graph"}
     kernel = {"part": "verify", "name": "a|b" * 60, "launches": 2.0, "us": 12.5}
@@ -303,6 +328,41 @@ def test_what_cannot_be_served_here_starts_nothing(tmp_path: Path, monkeypatch: 
     assert not out.exists()
 
 
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"contexts": "32,4001"}, r"--contexts 4001: .* 96 tokens .* 4097 .*\n.*--model .*tiny-kimi allows 4096"),
+        ({"contexts": "4000", "tokens": 33}, "remedy     --contexts of at most 3999"),
+        ({"contexts": "32", "server": ["--context-length", "5000"]}, "5000 positions are needed"),
+        ({"contexts": "41000", "model": "", "draft": ""}, "the share allows 40960"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_contexts_beyond_a_models_positions_are_refused_before_any_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], said: str
+) -> None:
+    models = Path(__file__).parents[1] / "models"
+    pair = {"model": str(models / "tiny-kimi"), "draft": str(models / "tiny-kimi-eagle3")}
+    monkeypatch.setattr(command.selection, "has_gpu", lambda: True)
+    monkeypatch.setattr(workers, "measure", None)
+    with pytest.raises(PatchError, match=said):
+        command.verify_step(tmp_path / "result", **{**pair, **asked})
+    assert not (tmp_path / "result").exists()
+
+
+def test_the_drafts_positions_count_where_it_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = {"text_config": {"max_position_embeddings": 2000}}
+    draft = {"architectures": ["LlamaForCausalLMEagle3"], "max_position_embeddings": 1000}
+    of = made_grid(contexts=[1000])
+    arguments.check_positions(of, {"t": target}, [])
+    with pytest.raises(PatchError, match=r"seen +d allows 1000(.|\n)*--contexts of at most 904"):
+        arguments.check_positions(of, {"t": target, "d": draft}, [])
+    with pytest.raises(PatchError, match="a model with more positions"):
+        arguments.check_positions(of, {"t": {"max_position_embeddings": 50}}, [])
+    monkeypatch.setenv("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "1")
+    arguments.check_positions(of, {"t": target, "d": draft}, [])
+
+
 @pytest.mark.parametrize(("option", "word"), [("weights", "fp4"), ("routers", "trained")])
 def test_an_unknown_share_is_refused_before_a_folder_is_made(tmp_path: Path, option: str, word: str) -> None:
     asked: dict[str, Any] = {option: word}
@@ -322,7 +382,9 @@ def test_the_command_that_is_written_has_the_variables_that_steer_it(
     monkeypatch.setattr(sys, "argv", ["sglang-patches", "bench", "verify-step", "--out", "x"])
     monkeypatch.setenv("SGLANG_PATCHES", "-mla-verify-split-kv")
     (tmp_path / "table.md").write_text("")
-    command.verify_step(tmp_path, model=str(models / "tiny-kimi"), draft=str(models / "tiny-kimi-eagle3"))
+    command.verify_step(
+        tmp_path, model=str(models / "tiny-kimi"), draft=str(models / "tiny-kimi-eagle3"), contexts="32"
+    )
     words = asked[0].command
     assert words[0] == "env"
     assert "SGLANG_PATCHES=-mla-verify-split-kv" in words[: words.index("sglang-patches")]

@@ -220,8 +220,13 @@ def test_weights_that_every_rank_holds_whole(name: str, whole: bool) -> None:
 
 
 def test_checkpoints_that_are_none(tmp_path: Path) -> None:
-    assert "is no folder" in (models.read(str(tmp_path / "no" / "such")).problem or "")
-    assert models.read("no-owner-has/this-model") == Model("no-owner-has/this-model")
+    assert "there is no such folder" in (models.read(str(tmp_path / "no" / "such")).problem or "")
+    unknown = models.read("no-owner-has/this-model", environ={})
+    assert (unknown.here, unknown.problem) == (False, None)
+    assert unknown.remedy.startswith("hf download no-owner-has/this-model")
+    # Nor can a server get it then.
+    offline = models.read("no-owner-has/this-model", environ={"HF_HUB_OFFLINE": "1"})
+    assert "HF_HUB_OFFLINE=1 keeps from asking the hub" in (offline.problem or "")
     assert "no config.json" in (models.read(str(tmp_path)).problem or "")
     shutil.copy(TINY / "model.safetensors", tmp_path)
     no_heads = {"num_hidden_layers": 1, "num_attention_heads": 0, "hidden_size": 1}

@@ -14,7 +14,9 @@ import httpx
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from sglang_patches import selection, serve
 from sglang_patches.bench.server import free_port
+from sglang_patches.draft import refusal
 
 from .conftest import DRAFT, MODEL
 from .server import Server, serve_command
@@ -85,6 +87,21 @@ def test_an_image_has_the_same_answer_with_and_without_a_draft(spec_server: Serv
 
 def test_without_a_draft_there_is_nothing_to_check(plain_server: Server) -> None:
     assert outcome(plain_server) == {"result": "not needed", "detail": "no EAGLE-3 draft is served"}
+
+
+def test_a_draft_in_the_targets_place_ends_the_start() -> None:
+    """Of a server that nothing examined before; without the check it is the tokenizer that is missed."""
+    port = free_port()
+    asked = {refusal.CONTRACT: "warn"}
+    launch = serve.plan(str(DRAFT), "", 1, port, [], cuda=selection.has_gpu(), environ=asked)
+    environ = {name: value for name, value in launch.env.items() if name not in asked}
+    server = Server(launch.argv, port, DRAFT, None, environ)
+    while server.process.poll() is None and time.monotonic() < server.started + 120:
+        time.sleep(0.5)
+    left = server.leftovers([])
+    assert server.process.returncode == 1, server.log_tail()
+    assert f"DraftContractError: {DRAFT} is no target:" in server.log()
+    assert left == []
 
 
 def test_a_draft_that_does_not_fit_ends_the_start(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import inspect
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -43,6 +44,18 @@ def write_draft(folder: Path, config: dict[str, Any] | None = None, edit: Edit =
     edit(tensors)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
     return folder
+
+
+def served(target: Path, draft: Path | None = None) -> SimpleNamespace:
+    """Of upstream's ``ServerArgs`` what says which models are served; with a draft, by EAGLE-3."""
+    return SimpleNamespace(
+        model_path=str(target),
+        revision=None,
+        download_dir=None,
+        speculative_algorithm="EAGLE3" if draft else None,
+        speculative_draft_model_path=str(draft) if draft else None,
+        speculative_draft_model_revision=None,
+    )
 
 
 def without(*names: str) -> Edit:

@@ -291,8 +291,14 @@ def test_a_kernel_that_fails_leaves_draft_extend_to_upstream_from_then_on() -> N
 @pytest.fixture(autouse=True)
 def published(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """What upstream publishes of its arguments, as far as it is read."""
-    found = SimpleNamespace(disaggregation_mode="null", enable_pd_role_switch=False)
+    found = SimpleNamespace(
+        disaggregation_mode="null",
+        enable_pd_role_switch=False,
+        speculative_num_draft_tokens=None,
+        max_speculative_num_draft_tokens=None,
+    )
     monkeypatch.setattr(runtime_context, "get_disagg", lambda: found)
+    monkeypatch.setattr(runtime_context, "get_spec", lambda: found)
     return found
 
 
@@ -356,6 +362,47 @@ def test_a_workspace_that_holds_nothing_is_told(monkeypatch: pytest.MonkeyPatch)
     patch.prepare(backend, backend)
     told = _outcome.outcomes()[patch.PATCH]
     assert (told["result"], told["reason"], hasattr(backend, patch.ATTRIBUTE)) == ("not needed", "workspace", False)
+
+
+@pytest.mark.parametrize(
+    ("most", "same"),
+    [
+        (16, [0, 0, 0, 0]),  # the first has room for all that are to come
+        (None, [0, 0, 2, 2]),  # the larger one of a captured graph stays, and serves the next
+    ],
+)
+def test_backends_of_one_draft_share_a_workspace(
+    monkeypatch: pytest.MonkeyPatch, published: SimpleNamespace, most: int | None, same: list[int]
+) -> None:
+    """The draft's own, the one for its extends, and those of `--speculative-adaptive`."""
+    monkeypatch.setattr(gate, "capability", lambda model_runner: (9, 0))
+    monkeypatch.setattr(patch.check, "difference", lambda run, **types: 0.0)
+    published.max_speculative_num_draft_tokens = most
+
+    runs: list[launch.SplitExtend] = []
+    kept = patch.Hook.__init__
+
+    def hook(self: Any, run: launch.SplitExtend, *others: Any) -> None:
+        runs.append(run)
+        kept(self, run, *others)
+
+    monkeypatch.setattr(patch.Hook, "__init__", hook)
+    runner = Backend(4)
+    for tokens in (4, 4, 16, 2):
+        patch.prepare(Backend(tokens), runner)
+    assert [run.workspace is runs[first].workspace for run, first in zip(runs, same, strict=True)] == [True] * 4
+    assert len({id(run.workspace) for run in runs}) == len(set(same))
+    assert all(
+        run.fits(batch, tokens * 8, 128)
+        for run, tokens in zip(runs, (4, 4, 16, 2), strict=True)
+        for batch in range(1, runner.req_to_token_pool.size + 1)
+    )
+    patch.prepare(Backend(2), Backend(2))
+    assert all(runs[4].workspace is not run.workspace for run in runs[:4]), "another draft's backends share another"
+    monkeypatch.setattr(patch.check, "difference", lambda run, **types: 1.0)
+    failed = Backend(4)
+    patch.prepare(failed, failed)
+    assert not any(isinstance(value, torch.Tensor) for value in vars(failed).values()), "kept, and used by nothing"
 
 
 @pytest.mark.parametrize("switchable", [False, True])

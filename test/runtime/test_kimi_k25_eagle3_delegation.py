@@ -12,11 +12,25 @@ from typing import Any
 
 import pytest
 import torch
-from drafts import DRAFT, EAGLE3, REMOVED, TARGET, Edit, mla_draft, renamed, setting, unchanged, without, write_draft
+from drafts import (
+    DRAFT,
+    EAGLE3,
+    REMOVED,
+    TARGET,
+    Edit,
+    mla_draft,
+    renamed,
+    served,
+    setting,
+    unchanged,
+    without,
+    write_draft,
+)
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.utils.hf_transformers_utils import get_config
 
 from sglang_patches import lane
+from sglang_patches.draft import roles
 from sglang_patches.draft.checkpoint import UnreadableCheckpoint
 from sglang_patches.draft.contract import Pair, check
 from sglang_patches.runtime import _outcome
@@ -105,6 +119,56 @@ def test_a_target_in_the_drafts_place_is_refused(target: ModelConfig, target_cla
     reason, *_ = refused(placed)
     assert reason.startswith(f"config.json architectures is {draft_class}, a whole model")
     assert "LlamaForCausalLMEagle3" in reason
+
+
+@pytest.mark.parametrize(
+    ("model", "draft", "said", "remedy"),
+    [
+        (DRAFT, TARGET, f"the EAGLE-3 draft {TARGET} does not fit the target {DRAFT}:", f"swap them: {TARGET} as the"),
+        (DRAFT, DRAFT, f"the EAGLE-3 draft {DRAFT} does not fit the target {DRAFT}:", "give the whole model that"),
+        (DRAFT, None, f"{DRAFT} is no target:", "give the whole model that"),
+        (TARGET, TARGET, f"the EAGLE-3 draft {TARGET} does not fit the target {TARGET}:", "give the draft that was"),
+    ],
+)
+def test_models_in_each_others_place_end_the_start(
+    model: Path, draft: Path | None, said: str, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the tokenizer, which a draft's folder lacks, and which upstream loads in the same process a little later.
+
+    Neither of upstream's configurations is made for it.
+    """
+    monkeypatch.setattr(startup, "make_pair", None)
+    with pytest.raises(DraftContractError) as refused:
+        startup.check_before_spawn(served(model, draft))
+    message = str(refused.value)
+    assert message.startswith(said)
+    assert ("\n  - the target's config.json architectures is LlamaForCausalLMEagle3" in message) == (model == DRAFT)
+    assert f"\n  remedy: {remedy}" in message
+
+
+def test_a_draft_alone_is_served_where_that_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(settings.CONTRACT, "warn")
+    startup.check_before_spawn(served(DRAFT))
+    assert f"{DRAFT} is no target:" in caplog.text
+
+
+def test_a_scheduler_that_starts_by_itself_refuses_a_draft_as_its_target() -> None:
+    config = ModelConfig(str(DRAFT), dtype="float32")
+    with pytest.raises(DraftContractError, match="is no target:"):
+        startup.check_in_worker(SimpleNamespace(draft_model_config=None), served(DRAFT), config, is_draft_worker=False)
+
+
+def test_eagles_own_draft_of_a_llama_is_no_whole_model() -> None:
+    """Both have one architecture; the draft's other keys tell it, to those that read them."""
+    llama = {"architectures": ["LlamaForCausalLM"]}
+    draft = llama | {"draft_vocab_size": 32000}
+    assert roles.misplaced(llama, draft) == []
+    assert len(roles.misplaced(llama, draft, as_it_says=True)) == 1
+    assert len(roles.misplaced(draft, llama)) == 2
+    assert len(roles.misplaced(llama, llama)) == 1
+    assert roles.misplaced(None, draft) == []
 
 
 def ids(*numbers: int) -> Config:
@@ -510,7 +574,7 @@ def test_images_with_context_parallel_prefill_are_refused(tmp_path: Path, target
 
 
 def test_without_eagle3_there_is_nothing_to_check() -> None:
-    arguments = SimpleNamespace(speculative_algorithm=None, speculative_draft_model_path=None)
+    arguments = served(TARGET)
     startup.check_before_spawn(arguments)
     startup.check_in_worker(SimpleNamespace(draft_model_config=None), arguments, None, is_draft_worker=False)
     assert _outcome.outcomes()[startup.PATCH] == {"result": "not needed", "detail": "no EAGLE-3 draft is served"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from drafts import DRAFT, EAGLE3, TARGET
+from drafts import DRAFT, EAGLE3, TARGET, served
 from sglang.srt.configs.model_config import ModelConfig
 
 from sglang_patches import lane
@@ -195,6 +195,6 @@ def test_a_pass_of_requests_that_have_all_finished_is_none(reporter: Reporter) -
 )
 def test_settings_that_cannot_be_used_stop_the_start(name: str, given: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, given)
-    arguments = SimpleNamespace(speculative_algorithm="EAGLE3", speculative_draft_model_path=str(DRAFT))
+    arguments = served(TARGET, DRAFT)
     with pytest.raises(DraftContractError, match=f"{name} is {given!r}, expected a number from"):
         startup.check_before_spawn(arguments)

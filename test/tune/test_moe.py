@@ -75,8 +75,9 @@ def test_other_checkpoints(tmp_path: Path) -> None:
         of_model(config_json(tmp_path), 7)
     with pytest.raises(PatchError, match="no sizes"):
         of_model(config_json(tmp_path, n_routed_experts=0), 8)
-    with pytest.raises(PatchError, match=r"nowhere.*config\.json"):
-        of_model(tmp_path / "nowhere", 8)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(PatchError, match=r"config\.json: not JSON"):
+        of_model(tmp_path, 8)
 
 
 @pytest.mark.parametrize("wrong", [("fp8_w8a8", None), ("bfloat16", (128, 128)), ("int4_w4a16", (32, 32))])
@@ -437,7 +438,58 @@ def test_without_a_gain_there_is_no_table(measured: parent.Request) -> None:
     found = parent.result(measured)
     assert found.tables == {}
     assert report.write(found, {}) == []
-    assert "no table" in report.headline(found)
+    # One token count was compared and lost, the other was not reached: that is no finding yet.
+    assert report.headline(found) == "Not measured far enough to tell at 16 tokens: there is no table yet."
+    readme = (measured.out / "README.md").read_text()
+    assert "## Why there is no table\n\n- at 16 tokens: ours is faster by its single products, and the whole" in readme
+    assert "- at 8 tokens: the whole layer is not faster with ours beyond chance" in readme
+    assert "larger `--seconds` than 240" in readme
+    assert "the tables hold" not in readme
+
+
+def one_count(folder: Path, final_: dict[str, Any], *layers_: dict[str, Any]) -> Any:
+    """The result of samples of one token count."""
+    for record in (facts({1: OWN}, {3: OWN}), final_, *layers_):
+        journal.append(folder / "samples.jsonl", record)
+    return parent.result(parent.Request(KIMI, (1,), folder, ("0",)))
+
+
+FASTER = {"gate_up": {OWN: 20.0, FAST: 12.0}, "down": {OWN: 10.0, FAST: 7.0}}
+SLOWER = {"gate_up": {OWN: 12.0, FAST: 20.0}, "down": {OWN: 7.0, FAST: 10.0}}
+BOTH = {"gate_up": str(FAST), "down": str(FAST)}
+
+
+@pytest.mark.parametrize(
+    ("us", "times", "differs", "headline", "said"),
+    [
+        ({}, [], 0.0, "Not measured far enough", "no pair of configurations was measured"),
+        (SLOWER, [], 0.0, "not beaten", "upstream's own choice is the fastest that was found"),
+        (FASTER, [(40, 30)], 0.0, "Not measured far enough", "the whole layer was not measured often enough"),
+        (FASTER, [(40, 41), (40, 39), (40, 40)], 0.0, "not beaten", "do not name this one"),
+        (FASTER, [(40, 30), (41, 31), (40, 30.1)], 0.5, "gives other outputs", "`outputs_differ` in tiles.json"),
+    ],
+)
+def test_a_readme_without_a_table_says_why_and_what_to_do(
+    tmp_path: Path, us: dict[str, Any], times: list[Any], differs: float, headline: str, said: str
+) -> None:
+    final_ = final(1, **us) if us else {"record": "begin", "gemm": "down", "tokens": 1, "config": str(FAST)}
+    of_layer = [record | {"differs": differs} for record in layers(*times, pair=BOTH)] if times else []
+    found = one_count(tmp_path, final_, *of_layer)
+    assert report.write(found, {}) == []
+    assert headline in report.headline(found)
+    readme = (tmp_path / "README.md").read_text()
+    assert "## Why there is no table" in readme
+    assert said in readme
+    assert ("goes on where it was" in readme) == ("far enough" in headline)
+
+
+def test_a_table_that_later_samples_do_not_bear_is_removed(tmp_path: Path) -> None:
+    first = one_count(tmp_path, final(1, **FASTER), *layers((40, 30), (41, 31), (40, 30.1), pair=BOTH))
+    written = report.write(first, {})
+    assert all(file.exists() for file in written)
+    later = one_count(tmp_path, final(1, **FASTER), *layers((30, 40), (31, 41), pair=BOTH))
+    assert report.write(later, {}) == []
+    assert not any(file.exists() for file in written)
 
 
 def test_samples_of_other_gpus_are_refused(measured: parent.Request) -> None:
@@ -523,7 +575,8 @@ def run_with(codes: list[int], monkeypatch: pytest.MonkeyPatch, request: parent.
         (["--dtype", "fp8_w8a8"], "block shape None"),
         (["--dtype", "fp8_w8a8", "--block-shape", "128"], "--block-shape 128"),
         (["--experts", "8"], "sizes in part"),
-        (["--model", "nowhere"], "config.json"),
+        (["--model", "nowhere"], "--model nowhere: no folder has that name"),
+        (["--model", "./nowhere"], "--model ./nowhere: there is no such folder"),
         (["--report"], "no samples"),
     ],
 )

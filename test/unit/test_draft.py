@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -71,12 +72,10 @@ def test_it_is_served_no_longer_than_its_positions() -> None:
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [("{", "Expecting property name"), ("[1]", "a JSON list"), (None, "No such file")],
+    [("{", "Expecting property name"), ("[1]", "a JSON list")],
 )
-def test_what_cannot_be_read_is_named(content: str | None, said: str, draft: Path) -> None:
-    (draft / "config.json").unlink()
-    if content is not None:
-        (draft / "config.json").write_text(content)
+def test_what_cannot_be_read_is_named(content: str, said: str, draft: Path) -> None:
+    (draft / "config.json").write_text(content)
     done = ran(TARGET, draft)
     assert done.exit_code == 2
     assert f"{draft / 'config.json'}: {said}" in done.output
@@ -173,11 +172,30 @@ def test_a_model_that_is_not_here_is_named(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     done = ran("nobody/no-such-target", DRAFT)
     assert done.exit_code == 2
-    assert "nobody/no-such-target: the target is no folder" in done.output
+    assert "target nobody/no-such-target: no folder has that name" in done.output
+    assert "remedy     hf download nobody/no-such-target" in done.output
+    for path in ("./no-such-draft", str(tmp_path / "no-such-draft")):
+        done = ran(TARGET, path)
+        assert done.exit_code == 2
+        assert "no-such-draft: there is no such folder\n" in done.output
+        assert "hf download" not in done.output
+
+
+def test_two_that_are_swapped_are_told_so() -> None:
+    done = ran(DRAFT, TARGET)
+    assert done.exit_code == 1
+    assert "the target's config.json architectures is LlamaForCausalLMEagle3, an EAGLE-3 draft" in done.output
+    assert "config.json architectures is KimiK25ForConditionalGeneration, a whole model" in done.output
+    assert f"swap them: {TARGET} as the target, {DRAFT} as its draft" in done.output
+    assert "[5, 8] are no layers" not in ran(DRAFT, DRAFT).output, "of a model that is no target"
+    assert f"give the whole model that {DRAFT} was trained for as the target" in ran(DRAFT, DRAFT).output
+    assert "swap" not in ran(TARGET, TARGET).output
 
 
 def test_other_models_and_broken_files_are_refused(draft: Path) -> None:
-    assert "no EAGLE-3 draft known here" in ran(DRAFT, TARGET).output
+    changed(draft / "config.json", {"architectures": ["LlamaForCausalLM"], "draft_vocab_size": None})
+    assert "no EAGLE-3 draft known here" in ran(TARGET, draft).output
+    shutil.copy(DRAFT / "config.json", draft)
     (draft / "model.safetensors").write_bytes(b"<html>" * 10)
     assert "is no readable safetensors file" in ran(TARGET, draft).output
     (draft / "model.safetensors").unlink()

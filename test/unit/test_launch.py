@@ -314,4 +314,4 @@ def test_usage_errors() -> None:
     assert CliRunner().invoke(app, ["launch", "nothing"]).exit_code == 2
     done = CliRunner().invoke(app, ["launch", "tiny-cpu", "--model", "/no/such/folder"])
     assert done.exit_code == 2
-    assert "give --model and --draft" in done.output, "in the words of this command, not of make serve"
+    assert "model /no/such/folder: there is no such folder; already /no is not there" in done.output

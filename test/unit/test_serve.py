@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import socket
 import subprocess
@@ -12,7 +13,10 @@ from pathlib import Path
 import pytest
 from sglang.srt.server_args import prepare_server_args
 
-from sglang_patches import api_key, serve
+from sglang_patches import api_key, named_model, serve
+from sglang_patches.errors import PatchError
+
+MODELS = Path(__file__).parents[1] / "models"
 
 
 def checkpoint(folder: Path, **config: object) -> Path:
@@ -118,12 +122,74 @@ def test_no_draft_serves_unspeculated_and_says_so(tiny: Path) -> None:
 
 
 def test_a_folder_without_checkpoint_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"config\.json"):
+    with pytest.raises(PatchError, match=r"has no config\.json, so it holds no model"):
         serve.plan(str(tmp_path), "", 1, 30000, [], cuda=False, environ={})
 
 
+@pytest.mark.parametrize("name", ["./no-such-folder", "/no/such/folder", "a/b/c", "my model"])
+def test_a_path_that_is_not_there_is_refused(tiny: Path, name: str) -> None:
+    for model, draft, what in ((name, "", "model"), (str(tiny), name, "draft")):
+        with pytest.raises(PatchError, match=rf"^{what} {re.escape(name)}: there is no such folder"):
+            serve.plan(model, draft, 1, 30000, [], cuda=False, environ={})
+
+
+def test_a_hub_name_is_fetched_unless_the_hub_may_not_be_asked(tiny: Path) -> None:
+    name = "nobody/no-such-model"
+    launch = serve.plan(name, "", 1, 30000, [], cuda=False, environ={})
+    assert f"{name} is not on this machine: the server asks the hub for it" in "\n".join(launch.notes)
+    for variable in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        with pytest.raises(PatchError, match=f"model {name}: no folder has that name.*{variable}=1 keeps from asking"):
+            serve.plan(name, "", 1, 30000, [], cuda=False, environ={variable: "1"})
+        with pytest.raises(PatchError, match=f"unset {variable} and: hf download {name}"):
+            serve.plan(str(tiny), name, 1, 30000, [], cuda=False, environ={variable: "yes"})
+        serve.plan(name, "", 1, 30000, [], cuda=False, environ={variable: "0"})
+
+
+def test_a_model_of_the_hub_that_is_here_needs_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str | None]] = []
+
+    def cached(model: str, revision: str | None, cache_dir: str | None) -> Path | None:
+        asked.append((model, revision))
+        return tmp_path if revision == "v2" else None
+
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(named_model, "local_folder", cached)
+    extra = ["--revision", "v2", "--speculative-draft-model-revision=v3"]
+    with pytest.raises(PatchError, match="draft c/d: "):
+        serve.plan("a/b", "c/d", 1, 30000, extra, cuda=False, environ={"HF_HUB_OFFLINE": "1"})
+    assert asked == [("a/b", "v2"), ("c/d", "v3")]
+
+
+@pytest.mark.parametrize("content", ["{", "[]"])
+def test_a_broken_configuration_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(PatchError, match=r"config\.json: .*JSON"):
+        serve.plan(str(tmp_path), "", 1, 30000, [], cuda=False, environ={})
+
+
+def test_a_draft_in_the_targets_place_is_refused() -> None:
+    """In the words of the server, which says so too (test/runtime/test_kimi_k25_eagle3_delegation.py)."""
+    target, draft = str(MODELS / "tiny-kimi"), str(MODELS / "tiny-kimi-eagle3")
+
+    def said(model: str, its_draft: str) -> str:
+        with pytest.raises(PatchError) as refused:
+            serve.plan(model, its_draft, 1, 30000, [], cuda=False, environ={})
+        return str(refused.value)
+
+    swapped = said(draft, target)
+    assert swapped.startswith(f"the EAGLE-3 draft {target} does not fit the target {draft}:")
+    assert f"remedy: swap them: {target} as the target, {draft} as its draft" in swapped
+    assert said(draft, "").startswith(f"{draft} is no target:")
+    assert "a whole model and no EAGLE-3 draft" in said(target, target)
+    warned = {"SGLANG_PATCHES_DRAFT_CONTRACT": "warn"}
+    assert draft in serve.plan(draft, target, 1, 30000, [], cuda=False, environ=warned).argv
+    with pytest.raises(PatchError, match="expected 'refuse' or 'warn'"):
+        serve.plan(draft, "", 1, 30000, [], cuda=False, environ={"SGLANG_PATCHES_DRAFT_CONTRACT": "no"})
+    serve.plan(target, draft, 1, 30000, [], cuda=False, environ={})
+
+
 def test_port_in_args_is_refused(tiny: Path) -> None:
-    with pytest.raises(SystemExit, match="PORT="):
+    with pytest.raises(PatchError, match="PORT="):
         serve.plan(str(tiny), "", 1, 30000, ["--port", "1"], cuda=False, environ={})
 
 

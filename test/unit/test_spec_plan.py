@@ -230,7 +230,7 @@ def test_mistakes(tmp_path: Path) -> None:
         ([*good, "--accept-length", "2", "--write", "x"], "--write needs one context"),
         ([*good, "--accept-length", "2", "--max-batch-size", "64"], "batch size 17 is beyond what was measured"),
         ([*good, "--accept-length", "2", "--context", "9"], "context 9 is outside"),
-        ([*good, "--accept-length", "2", "--target", str(tmp_path)], "no config.json there"),
+        ([*good, "--accept-length", "2", "--target", str(tmp_path)], "that folder has no config.json"),
         (["--costs", str(none), "--accept-length", "2"], "none"),
         (["--costs", str(other), "--accept-length", "2"], "is no result of verify-step (it is: ab)"),
     ):
@@ -267,3 +267,14 @@ def test_upstream_drafts_nothing_by_the_file_of_verify_step(tmp_path: Path) -> N
     assert "--speculative-adaptive" not in arguments.Chosen(
         tmp_path, tmp_path, dummy=False, cuda=True, grid=cells
     ).arguments(2)
+
+
+def test_a_bare_name_is_that_of_a_result_as_bench_writes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPO)
+    assert costs.read(Path(H200.name)).told == costs.read(H200).told
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(PatchError, match=rf"--costs benchmark/results/{H200.name} is not there; already benchmark is"):
+        costs.read(Path(H200.name))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(PatchError, match="--costs empty has no result"):
+        costs.read(Path("empty"))

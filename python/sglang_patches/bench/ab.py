@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -130,7 +129,7 @@ def conclude(
         name=folder.name,
         headline=headline(compared, pair, workload),
         command=options.typed(),
-        when=datetime.now(UTC).isoformat(timespec="seconds"),
+        when=folders.measured(turns, folder),
         arms=list(pair),
         workload=workload,
         turns=list(turns),

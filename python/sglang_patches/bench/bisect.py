@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from typing import Annotated, Any
 
 import typer
@@ -133,7 +132,7 @@ def conclude(
         name=setup.folder.name,
         headline=suspects.sentence(run, findings) if findings else suspects.no_regression(run, ends),
         command=options.typed(),
-        when=datetime.now(UTC).isoformat(timespec="seconds"),
+        when=folder.measured(run.turns, setup.folder),
         arms=told,
         workload=setup.workload,
         turns=run.turns,

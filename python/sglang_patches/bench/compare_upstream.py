@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -149,7 +148,7 @@ def conclude(
         name=folder.name,
         headline="; ".join(said),
         command=options.typed(),
-        when=datetime.now(UTC).isoformat(timespec="seconds"),
+        when=folders.measured(turns, folder),
         arms=list(chosen),
         workload=workload,
         turns=list(turns),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -170,7 +169,7 @@ def conclude(
         name=folder.name,
         headline=headline(found, design, workload),
         command=options.typed(),
-        when=datetime.now(UTC).isoformat(timespec="seconds"),
+        when=folders.measured(turns, folder),
         arms=list(arms),
         workload=workload,
         turns=list(turns),

@@ -12,13 +12,14 @@ import os
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import ValidationError
 
 from sglang_patches.bench import readme
-from sglang_patches.bench.model import Result, Sample
+from sglang_patches.bench.model import Result, Sample, Turn
 from sglang_patches.document import schema
 from sglang_patches.document.unnamed import unnamed
 from sglang_patches.errors import PatchError
@@ -51,7 +52,11 @@ def write(folder: Path, result: Result, samples: Iterable[Sample] | None = None)
 
 def replace(file: Path, text: str) -> None:
     """Write a file so that a reader, also after a crash, sees the former content or all of `text`."""
-    handle, name = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
+    try:
+        handle, name = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
+    except OSError as error:
+        error.filename = str(file)  # which was named, and not the temporary one
+        raise
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as new:
             new.write(text)
@@ -62,6 +67,25 @@ def replace(file: Path, text: str) -> None:
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+def when(folder: Path) -> str:
+    """The time that a folder's result tells; empty where it has none."""
+    try:
+        told = json.loads((folder / RESULT).read_text(encoding="utf-8"))["when"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    return str(told)
+
+
+def measured(turns: Iterable[Turn], folder: Path) -> str:
+    """When measuring ended: of the last turn, UTC, ISO 8601, whenever the result is written anew.
+
+    Of turns that do not tell it, as those of earlier releases, what the folder's result told before; else now.
+    """
+    times = [turn.ended for turn in turns]
+    known = [time for time in (*times, *([] if all(times) else [when(folder)])) if time]
+    return max(known, default=datetime.now(UTC).isoformat(timespec="seconds"))
 
 
 def dumps(result: Result) -> str:

@@ -69,6 +69,7 @@ class Turn(_Part):
     index: int = Field(description="Position in the schedule, from 0.")
     block: int = Field(description="Turns of one block are compared with each other.")
     arm: str
+    ended: str = Field(default="", description="UTC, ISO 8601: when its measured part was over; empty where not told.")
     ready_s: float = Field(description="From starting the process to answering /ready.")
     figures: dict[str, float] = Field(description="By the names of HIGHER_IS_BETTER, and others.")
     output_sha256: str | None = Field(description="Over all outputs, in order of prompts; equal means equal tokens.")
@@ -106,7 +107,7 @@ class Result(_Part):
     name: str = Field(description="Of the folder.")
     headline: str = Field(description="The finding, in one sentence.")
     command: list[str] = Field(description="What made it, as typed; secrets masked.")
-    when: str = Field(description="UTC, ISO 8601.")
+    when: str = Field(description="When measuring ended: UTC, ISO 8601.")
     arms: list[Arm]
     workload: Workload | None = None
     turns: list[Turn] = Field(default_factory=list)

@@ -17,7 +17,7 @@ from typing import Annotated
 
 import typer
 
-from sglang_patches import series, serve, upstream
+from sglang_patches import named_model, series, upstream
 from sglang_patches.bench import workload
 from sglang_patches.bench.turns import Setup
 from sglang_patches.document import secrets
@@ -103,7 +103,8 @@ def setup(
         PatchError: a folder holds no model, no prompts fit the model, or an argument belongs elsewhere.
         OSError: the workload file cannot be read.
     """
-    checkpoint("--model", model)
+    of_target, of_draft = named_model.revisions(server_args or ())
+    checkpoint("--model", model, of_target)
     for word in server_args or ():
         if word.partition("=")[0] in ("--port", "--host"):
             raise PatchError(
@@ -115,7 +116,7 @@ def setup(
         model, file=workload_file, prompts=prompts, prompt_tokens=prompt_tokens, vocabulary=vocabulary, seed=seed
     )
     if draft:
-        checkpoint("--draft", draft)
+        checkpoint("--draft", draft, of_draft)
     return Setup(
         model=model,
         draft=draft,
@@ -130,19 +131,18 @@ def setup(
     )
 
 
-def checkpoint(option: str, model: str) -> None:
-    """Refuse a path that holds no model now, rather than when a server cannot start from it.
+def checkpoint(option: str, model: str, revision: str | None) -> None:
+    """Refuse a model that no server can load now, rather than when one cannot start from it.
 
     Raises:
-        PatchError: it reads as a path (a hub name is OWNER/MODEL), and has no config.json.
+        PatchError: as `named_model.servable`.
     """
-    if (Path(model) / "config.json").is_file():
-        return
-    if serve.is_path(model):
-        remedy = "the folder of a downloaded model, or a hub name such as owner/model"
-        if model in (MODEL, _DRAFT):
-            remedy = f"run this in the repository, which has the bundled models, or name another: {option}"
-        raise PatchError(f"{option} {model}: no config.json there, so it is no model\n  remedy     {remedy}")
+    if model in (MODEL, _DRAFT) and not Path(model).exists():
+        raise PatchError(
+            f"{option} {model}: there is no such folder\n"
+            f"  remedy     run this in the repository, which has the bundled models, or name another: {option}"
+        )
+    named_model.servable(option, model, revision=revision)
 
 
 def folder(out: str) -> Path:

@@ -6,6 +6,7 @@ import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,7 @@ def _attempt(setup: Setup, arm: Arm, index: int, block: int, log: Path, say: Say
             ask(Prompts("warm-up", setup.prompts.vocabulary, ids), "warm", lambda text: say(f"warming up, {text}"))
         before = it.info()
         samples = ask(setup.prompts, "prompt", lambda text: say(f"measuring, {text}"))
+        ended = datetime.now(UTC).isoformat(timespec="seconds")
         it.check_alive("while it was measured")
         after = it.info()
         say("ending the server")
@@ -131,7 +133,7 @@ def _attempt(setup: Setup, arm: Arm, index: int, block: int, log: Path, say: Say
     if (share := graph_share(_outcomes(before), _outcomes(after))) is not None:
         told["graph_share"] = share
     turn = Turn(
-        index=index, block=block, arm=arm.name, ready_s=it.ready_s, figures=told,
+        index=index, block=block, arm=arm.name, ended=ended, ready_s=it.ready_s, figures=told,
         output_sha256=outputs_sha256(samples), document=document, outcomes=_outcomes(after),
         server_args=None if document else _arguments(info),
         log=str(log.relative_to(setup.folder)),

@@ -16,7 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from sglang_patches import named_model
 from sglang_patches.bench.model import Workload
+from sglang_patches.draft.checkpoint import local_folder
 from sglang_patches.errors import PatchError
 
 FILES = Path(__file__).with_name("workloads")
@@ -108,9 +110,12 @@ _FORMAT = '{"name": TEXT, "vocabulary": N, "prompts": [[ID, ...], ...]}, all pro
 
 
 def vocabulary_of(model: str) -> int | None:
-    """Vocabulary size in a model folder's config.json; None where that cannot be told (a hub name)."""
+    """Vocabulary size in a model's config.json; None where that cannot be told (a hub name that is not here)."""
+    folder = local_folder(model, None, None)
+    if folder is None:
+        return None
     try:
-        config = json.loads(Path(model, "config.json").read_text(encoding="utf-8"))
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     size = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
@@ -137,16 +142,32 @@ def choose(model: str, *, file: Path | None, prompts: int, prompt_tokens: int, v
             raise PatchError("a workload file and drawn prompts (--prompt-tokens) exclude each other")
         if not (vocabulary or size):
             raise PatchError(
-                f"{model}: its config.json is not at hand, so its vocabulary is unknown\n  remedy     --vocabulary N"
+                f"{model}: {_unknown(model)}, so its vocabulary is unknown\n  remedy     --vocabulary N{_fetch(model)}"
             )
         return draw(prompt_tokens, prompts or 16, vocabulary or size or 0, seed)
     found = read(file or FILES / "tiny-kimi.json")
-    if (size is not None and size < found.vocabulary) or (file is None and size != found.vocabulary):
+    if file is None and size is None:
         raise PatchError(
-            f"{model}: vocabulary {size or 'unknown'}, and the prompts {found.name} are of {found.vocabulary} tokens\n"
+            f"{model}: {_unknown(model)}, so its vocabulary is unknown, and the prompts {found.name} are of "
+            f"{found.vocabulary} tokens\n  remedy     --prompt-tokens N --vocabulary N{_fetch(model)}"
+        )
+    if size is not None and (size < found.vocabulary or (file is None and size != found.vocabulary)):
+        raise PatchError(
+            f"{model}: vocabulary {size}, and the prompts {found.name} are of {found.vocabulary} tokens\n"
             f"  remedy     --prompt-tokens N draws prompts for any model"
         )
     return found.first(prompts or len(found.ids))
+
+
+def _unknown(model: str) -> str:
+    missing = named_model.absence(model)
+    return missing.seen if missing else "its config.json has no vocab_size"
+
+
+def _fetch(model: str) -> str:
+    """How else the vocabulary becomes known, as the end of a remedy."""
+    missing = named_model.absence(model)
+    return f", or name a model that is here: {missing.remedy}" if missing else ""
 
 
 def tokenized(tokenizer: Path, texts: Sequence[str], length: int) -> Prompts:

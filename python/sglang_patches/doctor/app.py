@@ -111,7 +111,7 @@ def run(
     if recorded is not None:
         host = Host.read(recorded)
     else:
-        wanted = models.serving(model, draft, tp, port, memory_fraction, context_length, base_gpu, gpu_step)
+        wanted = models.serving(model, draft, tp, port, memory_fraction, context_length, base_gpu, gpu_step, environ)
         host = read(wanted, environ)
         if record is not None or as_json:
             host = unnamed(host)

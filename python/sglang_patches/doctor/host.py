@@ -101,6 +101,7 @@ class Model:
         path: folder or hub name as given.
         here: its files are on this machine.
         problem: why it cannot be served; None where nothing is wrong with it.
+        remedy: what to do about its absence or problem; empty: download it (again).
         split, whole: bytes of weights that tensor parallelism divides, and that every rank holds whole.
         kv_split, kv_whole: bytes of KV cache a token, likewise (MLA's latent is whole on every rank).
         kv_heads: key/value heads; with more ranks than these each rank has one all the same. 0: not known, or MLA.
@@ -112,6 +113,7 @@ class Model:
     path: str
     here: bool = False
     problem: str | None = None
+    remedy: str = ""
     split: int = 0
     whole: int = 0
     kv_split: int = 0

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sglang_patches import serve
+from sglang_patches import named_model, serve
 from sglang_patches.doctor.host import Model, Serving
 from sglang_patches.draft import check as draft_check
-from sglang_patches.draft.checkpoint import UnreadableCheckpoint, local_folder, read_headers
+from sglang_patches.draft import roles
+from sglang_patches.draft.checkpoint import UnreadableCheckpoint, local_config, read_headers
 from sglang_patches.errors import PatchError
 
 # What upstream's DeepSeek-V2/V3 and EAGLE-3 classes keep whole on every rank (ReplicatedLinear, norms, the router, the
@@ -34,15 +37,17 @@ def serving(
     context_length: int | None = None,
     base_gpu: int = 0,
     gpu_step: int = 1,
+    environ: Mapping[str, str] | None = None,
 ) -> Serving:
     """What is to be served, read from this machine.
 
     Args:
         model, draft: folder or hub name; empty for none.
         context_length: positions to serve; None: as many as the model allows.
+        environ: of the server; None: this process's.
     """
-    target = read(model, context_length) if model else None
-    head = read(draft, context_length) if draft else None
+    target = read(model, context_length, environ) if model else None
+    head = read(draft, context_length, environ) if draft else None
     refused: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     if target and head and target.here and head.here and not target.problem and not head.problem:
@@ -51,6 +56,8 @@ def serving(
             refused, warnings = tuple(report.refused), tuple(report.warnings)
         except PatchError as error:
             refused = (str(error),)
+    if target and target.here and not target.problem:
+        target, head = _placed(target, head)
     return Serving(
         tp=tp,
         port=port,
@@ -65,17 +72,32 @@ def serving(
     )
 
 
-def read(name: str, context_length: int | None = None) -> Model:
-    """One checkpoint; never raises for one that cannot be read, which is `Model.problem`."""
-    folder = local_folder(name, None, None)
-    if folder is None:
-        return Model(name, problem=f"{name} is no folder" if serve.is_path(name) else None)
+def _placed(target: Model, head: Model | None) -> tuple[Model, Model | None]:
+    """Both, with their problems where the target is a draft itself."""
+    config, other = (local_config(one.path, None, None) if one else None for one in (target, head))
+    problem = roles.no_target(config)
+    if problem:
+        remedy = roles.remedy(config, other, target.path, head.path if head else "")
+        target = replace(target, problem=problem, remedy=remedy)
+        if head and (wrong := roles.no_draft(other, config)):
+            head = replace(head, problem=wrong, remedy=remedy)
+    return target, head
+
+
+def read(name: str, context_length: int | None = None, environ: Mapping[str, str] | None = None) -> Model:
+    """One checkpoint; never raises for one that cannot be read, which is `Model.problem`.
+
+    Args:
+        environ: of the server; None: this process's.
+    """
+    missing = named_model.absence(name, environ)
+    if missing is not None:
+        return Model(name, problem=None if missing.fetched else f"{name}: {missing.seen}", remedy=missing.remedy)
+    folder = named_model.folder("model", name)
     try:
         raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         if not isinstance(raw, dict):
             raise ValueError(f"a JSON {type(raw).__name__} and not an object")
-    except FileNotFoundError:
-        return Model(name, here=True, problem=f"{folder} has no config.json, so it is no checkpoint")
     except (OSError, ValueError) as error:
         return Model(name, here=True, problem=f"{folder / 'config.json'} cannot be read: {error}")
     config = raw.get("text_config") or raw

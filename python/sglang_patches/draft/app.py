@@ -56,6 +56,8 @@ def check(
     for title, lines in (("read as", report.told), ("warning", report.warnings), ("refused", report.refused)):
         for line in lines:
             console.print(f"  {title:<16} {escape(line)}")
+    if report.remedy:
+        console.print(f"  {'remedy':<16} {escape(report.remedy)}")
     raise typer.Exit(0 if report.fits else 1)
 
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sglang_patches.draft import contract, conventions, dtypes, keys, shapes, vocabulary
-from sglang_patches.draft.checkpoint import Checkpoint, UnreadableCheckpoint, local_folder, read_headers
+from sglang_patches import named_model
+from sglang_patches.draft import contract, conventions, dtypes, keys, roles, shapes, vocabulary
+from sglang_patches.draft.checkpoint import Checkpoint, UnreadableCheckpoint, read_headers
 from sglang_patches.draft.shapes import value
 from sglang_patches.errors import PatchError
 
@@ -29,6 +30,7 @@ class Report:
         told: what of the draft is read in another way than upstream alone would.
         facts: of the draft, for people.
         refused, warnings: as `contract.check` gives them; a draft fits if nothing is refused.
+        remedy: what to do where the target is a draft itself.
     """
 
     target: str
@@ -37,6 +39,7 @@ class Report:
     facts: dict[str, str] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    remedy: str = ""
 
     @property
     def fits(self) -> bool:
@@ -53,10 +56,13 @@ def inspect(target: str, draft: str, context_length: int | None = None, dtype: s
     Raises:
         PatchError: a model is not here, or its ``config.json`` cannot be read.
     """
-    folders = [_folder(name, what) for name, what in ((target, "target"), (draft, "draft"))]
-    of_target, raw = (_config(folder) for folder in folders)
+    folders = [named_model.folder(what, name) for what, name in (("target", target), ("draft", draft))]
+    of_target, raw = (config_of(folder) for folder in folders)
     report = Report(target, draft, refused=[f"target's {text}" for text in keys.malformed(of_target)])
     target_dtype = ""
+    if not report.refused:
+        report.refused = roles.misplaced(of_target, raw)
+        report.remedy = roles.remedy(of_target, raw, target, draft)
     if not report.refused:
         outer = of_target
         of_target = of_target.get("text_config") or of_target
@@ -199,17 +205,8 @@ def _vocabulary(pair: contract.Pair) -> str:
     return told + (" and t2d" if mask is not None else ", no t2d")
 
 
-def _folder(name: str, what: str) -> Path:
-    folder = local_folder(name, None, None)
-    if folder is None:
-        raise PatchError(
-            f"{name}: the {what} is no folder, and no model of that name is in the hub's cache here\n"
-            f"  remedy     a folder, or: hf download {name}"
-        )
-    return folder
-
-
-def _config(folder: Path) -> dict[str, Any]:
+def config_of(folder: Path) -> dict[str, Any]:
+    """The ``config.json`` of a folder. Raises PatchError where there is none, or no JSON object."""
     file = folder / "config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))

@@ -107,6 +107,16 @@ def read_headers(folder: Path) -> Checkpoint | None:
     return Checkpoint(folder, tensors)
 
 
+def local_config(model: str, revision: str | None, cache_dir: str | None) -> dict[str, Any] | None:
+    """The ``config.json`` of `model`, as for `local_folder`; None where it is not here, or is no JSON object."""
+    folder = local_folder(model, revision, cache_dir)
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8")) if folder else None
+    except (OSError, ValueError):
+        return None
+    return config if isinstance(config, dict) else None
+
+
 def local_folder(model: str, revision: str | None, cache_dir: str | None) -> Path | None:
     """The folder of `model`, a path or a hub name, where its files are on this machine; None where they are not yet."""
     if Path(model).is_dir():

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sglang_patches.draft import conventions, dtypes, shapes, vocabulary
+from sglang_patches.draft import conventions, dtypes, roles, shapes, vocabulary
 from sglang_patches.draft.checkpoint import Checkpoint, UnreadableCheckpoint
 from sglang_patches.draft.shapes import LLAMA, MLA, value
 
@@ -99,8 +99,9 @@ def check(pair: Pair) -> list[Finding]:
 
     Raises `UnreadableCheckpoint`.
     """
-    found: list[Finding] = []
-    for rule in _RULES:
+    # Nothing else of them is worth comparing then.
+    found = [Finding(True, text) for text in roles.misplaced(pair.target, pair.draft, not pair.conventions_read)]
+    for rule in () if found else _RULES:
         try:
             found.extend(rule(pair))
         except UnreadableCheckpoint:
@@ -115,19 +116,6 @@ def check(pair: Pair) -> list[Finding]:
                 )
             )
     return found
-
-
-def _whole_model(pair: Pair) -> Iterator[Finding]:
-    """A target in the draft's place, as where the two folders were given the wrong way round."""
-    targets = value(pair.target, "architectures") or []
-    # Upstream gives a draft of DeepSeek's class the name of its next-token layer.
-    if pair.architecture.endswith("ForConditionalGeneration") or pair.architecture.removesuffix("NextN") in targets:
-        known = ", ".join(conventions.ARCHITECTURES)
-        yield Finding(
-            True,
-            f"config.json architectures is {pair.architecture}, a whole model and no EAGLE-3 draft; drafts known here "
-            f"are {known}, and speculators' format",
-        )
 
 
 def _hidden(pair: Pair) -> Iterator[Finding]:
@@ -380,5 +368,5 @@ def _unread(pair: Pair) -> Iterator[Finding]:
 
 
 _RULES: tuple[Callable[[Pair], Iterator[Finding]], ...] = (
-    _whole_model, _hidden, _captured, _vocabulary, _maps, _tensors, _positions, _dtypes, _tokenizers, _unread,
+    _hidden, _captured, _vocabulary, _maps, _tensors, _positions, _dtypes, _tokenizers, _unread,
 )  # fmt: skip

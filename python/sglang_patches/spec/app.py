@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from sglang_patches import named_model
 from sglang_patches.errors import PatchError, told
 from sglang_patches.spec import acceptance, costs, plan
 
@@ -50,7 +51,7 @@ def plan_(
     ] = None,
     margin: Annotated[float, typer.Option(min=0, max=1, help="Share by which drafting must win to be chosen.")] = 0.02,
     target: Annotated[
-        Path | None, typer.Option(help="Folder of the served model: times of fewer layers are reckoned for its own.")
+        str | None, typer.Option(help="The served model, a folder or in the hub's cache: reckon for all its layers.")
     ] = None,
     layers_measured: Annotated[
         int | None, typer.Option(min=1, help="Layers of the measured target, where the result does not tell.")
@@ -110,16 +111,18 @@ def plan_(
         _print_use(console, made[0], write)
 
 
-def _layers(target: Path | None) -> int | None:
+def _layers(target: str | None) -> int | None:
     if target is None:
         return None
+    file = named_model.folder("--target", target) / "config.json"
     try:
-        config = json.loads((target / "config.json").read_text(encoding="utf-8"))
+        config = json.loads(file.read_text(encoding="utf-8"))
         return int(config.get("text_config", config)["num_hidden_layers"])
-    except FileNotFoundError:
-        raise PatchError(f"--target {target}: no config.json there\n  remedy     the folder of a model") from None
     except (ValueError, KeyError, AttributeError, TypeError):
-        raise PatchError(f"--target {target}: its config.json tells no num_hidden_layers") from None
+        raise PatchError(
+            f"--target {target}: its config.json tells no num_hidden_layers\n"
+            "  remedy     name another model, or download it again"
+        ) from None
 
 
 def _rates(by_position: str, length: float | None, steps: int) -> acceptance.Acceptance:

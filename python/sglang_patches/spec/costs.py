@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_patches.errors import PatchError
+from sglang_patches.errors import PatchError, first_missing
 
 #: Plain decode, without speculation, where draft steps are asked for.
 PLAIN = -1
 #: A cycle whose slow tenth takes so many times its fast tenth is told to be noisy.
 NOISY = 1.25
+# Where a bare name of a result lies, as `bench` writes it.
+_RESULTS = Path("benchmark/results")
 
 
 @dataclass(frozen=True)
@@ -111,14 +113,24 @@ def read(place: Path, layers: int | None = None, measured: int | None = None) ->
     """The times of a result folder, or of its ``result.json``.
 
     Args:
+        place: a bare name may also be that of a folder in benchmark/results, as for ``bench verify-step --out``.
         layers: of the target that is planned for; None: as many as were measured.
         measured: layers of the measured target, for results that do not tell.
 
     Raises:
-        PatchError: it is no result of verify-step, lacks decode without speculation, or does not tell its layers.
+        PatchError: it is no result of verify-step or not there, lacks decode without speculation, or does not tell
+            its layers.
         OSError: it cannot be read.
     """
-    file = place / "result.json" if place.is_dir() else place
+    if not place.exists() and len(place.parts) == 1:
+        place = _RESULTS / place
+    file = place if place.is_file() else place / "result.json"
+    if not file.exists():
+        seen = "has no result.json" if place.is_dir() else f"is not there{first_missing(place)}"
+        raise PatchError(
+            f"--costs {place} {seen}\n  remedy     name a folder that verify-step wrote, or make one: "
+            "sglang-patches bench verify-step --out DIR"
+        )
     try:
         result = json.loads(file.read_text(encoding="utf-8"))
         kind = result["kind"]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sglang_patches import named_model
 from sglang_patches.errors import PatchError, told
 
 if TYPE_CHECKING:
@@ -29,7 +30,9 @@ def _commands() -> None:
 @app.command()
 def moe(
     out: Annotated[Path, typer.Option(help="Result folder. The same command again goes on where it was.")],
-    model: Annotated[Path | None, typer.Option(help="Folder of a checkpoint; only its config.json is read.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Folder, or in the hub's cache; only its config.json is read.")
+    ] = None,
     tp: Annotated[int, typer.Option(min=1, help="The server's --tp-size.")] = 8,
     ep: Annotated[int, typer.Option(min=1, help="The server's --ep-size.")] = 1,
     experts: Annotated[int, typer.Option(min=0, help="In place of --model: experts on a rank (E).")] = 0,
@@ -98,7 +101,7 @@ def moe(
 
 
 def _geometry(
-    model: Path | None, tp: int, ep: int, sizes: tuple[int, int, int, int], dtype: str, block_shape: str
+    model: str | None, tp: int, ep: int, sizes: tuple[int, int, int, int], dtype: str, block_shape: str
 ) -> Geometry:
     from dataclasses import replace
 
@@ -119,7 +122,9 @@ def _geometry(
         shape = (rows, columns)
     if all(sizes):
         return geometries.Geometry(*sizes, dtype or "bfloat16", shape)  # type: ignore[arg-type]
-    found = geometries.of_model(model, tp, ep) if model is not None else geometries.kimi_k25()
+    found = geometries.kimi_k25()
+    if model is not None:
+        found = geometries.of_model(named_model.folder("--model", model), tp, ep)
     if dtype:
         found = replace(found, dtype=dtype, block_shape=shape)  # type: ignore[arg-type]
     return found

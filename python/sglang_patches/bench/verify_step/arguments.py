@@ -2,18 +2,56 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from sglang_patches.bench.verify_step.grid import Grid
 from sglang_patches.document import secrets
+from sglang_patches.draft import conventions
+from sglang_patches.draft.check import positions
+from sglang_patches.errors import PatchError
 
 # Upstream drafts nothing, and keeps the draft's KV cache up to date, only in its adaptive mode.
 _NO_DRAFTS = Path(__file__).parent / "no-drafts.json"
 # Upstream's default; longer prompts are prefilled whole, since a chunk with a prefix takes MLA's slower path.
 _LEAST_PREFILL = 8192
+
+
+def check_positions(grid: Grid, models: Mapping[str, Mapping[str, Any]], extra: Sequence[str]) -> None:
+    """Refuse contexts that no engine would start with, or that its draft would be refused at.
+
+    Args:
+        models: ``config.json`` of each that is served, by how a message names it.
+        extra: server arguments that win over those of `Chosen.arguments`.
+
+    Raises:
+        PatchError: a model has fewer positions than a request needs, and upstream is not told to serve more.
+    """
+    if os.environ.get("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "").lower() in ("1", "true", "yes", "y"):
+        return
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    own.add_argument("--context-length", default="")
+    asked = own.parse_known_args(list(extra))[0].context_length
+    longest = max(grid.contexts)
+    needed = max(longest + grid.room, int(asked) if asked.isdecimal() else 0)
+    for what, raw in models.items():
+        draft = conventions.architecture(raw) is not None
+        config = conventions.read_config(raw, None).config if draft else dict(raw)
+        allowed = positions(config.get("text_config") or config)
+        if allowed < needed:
+            least = allowed - grid.room
+            remedy = f"--contexts of at most {least}" if least > 0 else "a model with more positions"
+            raise PatchError(
+                f"--contexts {longest}: with {grid.room} tokens of room for what is generated (--tokens) and verified, "
+                f"{needed} positions are needed\n"
+                f"  seen       {what} allows {allowed} (config.json max_position_embeddings)\n"
+                f"  remedy     {remedy}; SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1 stretches rotary tables instead"
+            )
 
 
 @dataclass(frozen=True)

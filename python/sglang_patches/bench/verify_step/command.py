@@ -10,10 +10,11 @@ from typing import Annotated
 
 import typer
 
-from sglang_patches import provenance, selection
+from sglang_patches import named_model, provenance, selection
 from sglang_patches.bench import shard
 from sglang_patches.bench.verify_step import arguments, grid, journal, render, workers
 from sglang_patches.document import secrets
+from sglang_patches.draft.check import config_of
 from sglang_patches.errors import PatchError
 
 
@@ -47,8 +48,10 @@ def verify_step(
     profile: Annotated[bool, typer.Option(help="Tell the kernels of a few cells.")] = True,
     sweep: Annotated[bool, typer.Option(help="First serve every batch size, to see which have graphs.")] = False,
     captured: Annotated[int, typer.Option(help="Largest batch that upstream captures; 0: the sizes measured.")] = 0,
-    model: Annotated[str, typer.Option(help="Folder of the target; default: a rank's share of Kimi-K2.5.")] = "",
-    draft: Annotated[str, typer.Option(help="Folder of its EAGLE-3 draft.")] = "",
+    model: Annotated[
+        str, typer.Option(help="The target: folder, or in the hub's cache; else a share of Kimi-K2.5.")
+    ] = "",
+    draft: Annotated[str, typer.Option(help="Its EAGLE-3 draft, likewise.")] = "",
     layers: Annotated[int, typer.Option(min=6, max=shard.WHOLE, help="Layers of the share.")] = shard.LAYERS,
     weights: Annotated[str, typer.Option(help="Of the share's experts: bf16, or int4 as published.")] = "bf16",
     drawn: Annotated[
@@ -81,13 +84,11 @@ def verify_step(
         folder.mkdir(parents=True, exist_ok=True)
         added = journal.merge(merge, folder)
         typer.echo(f"{folder}: {added} records added")
-        typer.echo(render.write(folder).headline)
+        typer.echo(render.write(folder, merge).headline)
         return
     if bool(model) != bool(draft) and (draft or _numbers(draft_tokens, "--draft-tokens")):
         raise PatchError("--model and --draft go together\n  remedy     give both, or neither for the rank's share")
-    for option, path in (("--model", model), ("--draft", draft)):
-        if path and not Path(path, "config.json").is_file():
-            raise PatchError(f"{option} {path}: no config.json there\n  remedy     the folder of a downloaded model")
+    given = [named_model.folder(option, name) for option, name in (("--model", model), ("--draft", draft)) if name]
     for option, word, known in (("--weights", weights, shard.WEIGHTS), ("--drawn", drawn, tuple(_DRAWN))):
         if word not in known:
             raise PatchError(f"{option} {word!r}\n  expected   {' or '.join(known)}")
@@ -119,9 +120,16 @@ def verify_step(
         raise PatchError(
             "nothing to measure\n  remedy     give --draft-tokens, --batch-sizes and --contexts, or --plain"
         )
+    if model:
+        served = {f"--model {model}": config_of(given[0]), f"--draft {draft}": config_of(given[-1])}
+    else:
+        served = {"the share": shard.target(layers, weights), "its draft": shard.draft(layers)}
+    if not any(engines):
+        served.popitem()  # no draft is served
+    arguments.check_positions(measured, served, server or [])
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
-        pair = (Path(model), Path(draft)) if model else shard.write(Path(scratch), layers, weights)
+        pair = (given[0], given[-1]) if model else shard.write(Path(scratch), layers, weights)
         chosen = arguments.Chosen(
             target=pair[0],
             draft=pair[1],

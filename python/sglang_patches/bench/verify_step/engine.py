@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 import uuid
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,8 @@ class Measurement:
     def note(self, record: str, **fields: Any) -> None:
         """Keep a record."""
         engine = self.spec.draft_tokens
-        head = {"record": record, "engine": engine, "arm": grids.key(engine), "run": self.run}
+        at = datetime.now(UTC).isoformat(timespec="seconds")
+        head = {"record": record, "engine": engine, "arm": grids.key(engine), "run": self.run, "at": at}
         journal.append(self.spec.folder, {**head, **fields})
 
     def progress(self, say: str, cost: int = 0) -> None:

@@ -1,6 +1,7 @@
 """samples.jsonl of a verify-step folder: every record as it is measured, one JSON object a line, never rewritten.
 
-Each line has ``record`` (below), ``engine`` (draft tokens, 0 without speculation) and ``run`` (of that engine's start).
+Each line has ``record`` (below), ``engine`` (draft tokens, 0 without speculation), ``run`` (of that engine's start) and
+``at`` (when it was measured, UTC; not in lines of earlier releases).
 Lines of several processes may mix. An engine counts by its newest run that is done, or else by its newest.
 
 - ``engine``: once it is up; facts, arguments, provenance, seconds to start.
@@ -14,7 +15,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +81,20 @@ def current(records: Iterable[dict[str, Any]]) -> dict[int, list[dict[str, Any]]
 def done(records: Iterable[dict[str, Any]]) -> set[int]:
     """The engines that need no measuring any more."""
     return {record["engine"] for record in records if record["record"] == "done"}
+
+
+def when(engines: Mapping[int, Sequence[Mapping[str, Any]]], told: Iterable[str]) -> str:
+    """When measuring ended, UTC, ISO 8601: the latest time of the records that count; now where none is known.
+
+    Args:
+        engines: as `current` gives them.
+        told: what results of these records told before, for records that do not tell their time.
+    """
+    records = [record for of in engines.values() for record in of]
+    known = [record["at"] for record in records if "at" in record]
+    if len(known) < len(records):
+        known += [time for time in told if time]
+    return max(known, default=datetime.now(UTC).isoformat(timespec="seconds"))
 
 
 def share(head: Mapping[str, Any]) -> str:

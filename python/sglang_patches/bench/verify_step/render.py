@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,11 @@ _TOLD_KERNELS = 12
 _NAME_WIDTH = 90
 
 
-def write(folder: Path) -> Result:
+def write(folder: Path, merged: Iterable[Path] = ()) -> Result:
     """Make the folder's files anew from samples.jsonl.
+
+    Args:
+        merged: folders whose records were added to it.
 
     Raises PatchError if samples.jsonl cannot be read.
     """
@@ -39,7 +41,7 @@ def write(folder: Path) -> Result:
         name=folder.resolve().name,
         headline=rows.headline(made),
         command=commands[0] if commands else [],
-        when=datetime.now(UTC).isoformat(timespec="seconds"),
+        when=journal.when(engines, [folders.when(place) for place in (folder, *merged)]),
         arms=[
             Arm(name=grid.key(tokens), spec=f"{tokens} draft tokens" if tokens else "no speculation", arguments=args)
             for tokens, args in ((tokens, head.get("arguments", [])) for tokens, head in heads.items())
@@ -92,7 +94,7 @@ def _kernel_lines(profile: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _head(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    leave = {"record", "engine", "arm", "run"}
+    leave = {"record", "engine", "arm", "run", "at"}
     head = next((record for record in records if record["record"] == "engine"), {})
     return {name: value for name, value in head.items() if name not in leave}
 

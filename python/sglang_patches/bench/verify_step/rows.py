@@ -136,7 +136,7 @@ def flat(row: Mapping[str, Any]) -> dict[str, Any]:
 def kernels(engines: Mapping[int, Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
     """The profiled cells: ``draft_tokens``, ``context``, ``batch_size``, ``mode``, and `kernels.Profile.take`'s
     figures or ``error``."""
-    leave = {"record", "engine", "arm", "run"}
+    leave = {"record", "engine", "arm", "run", "at"}
     return [
         {"draft_tokens": tokens, **{name: value for name, value in record.items() if name not in leave}}
         for tokens, records in engines.items()

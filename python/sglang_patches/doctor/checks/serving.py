@@ -53,12 +53,13 @@ def _checkpoint(name: str, given: Model | None, absent: str, option: str) -> Ite
     if given is None:
         yield Finding(name, "ok", absent)
     elif given.problem:
+        remedy = given.remedy or "the folder of a complete checkpoint, or download it again: hf download OWNER/MODEL"
         yield Finding(
             name,
             "failure",
             given.problem,
             "the server ends while loading it: 0 requests are served",
-            f"give {option} the folder of a complete checkpoint, or download it again: hf download OWNER/MODEL",
+            f"{option}: {remedy}",
         )
     elif not given.here:
         yield Finding(
@@ -66,7 +67,7 @@ def _checkpoint(name: str, given: Model | None, absent: str, option: str) -> Ite
             "note",
             f"{given.path} is not on this machine",
             "the server downloads it first, and weights, draft and memory were not checked (0 bytes known)",
-            f"hf download {given.path}, then run doctor again",
+            f"{given.remedy or f'hf download {given.path}'}; then run doctor again",
         )
     else:
         weights = given.split + given.whole

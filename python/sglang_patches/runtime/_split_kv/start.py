@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from sglang_patches.runtime._split_kv import check, settings
+from sglang_patches.runtime._split_kv.gate import TOKENS
 from sglang_patches.runtime._split_kv.telling import Backends
 
 if TYPE_CHECKING:
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("sglang_patches")
 Kind = TypeVar("Kind", bound="SplitAttention")
+# Of a model runner: the workspace of its backends.
+WORKSPACE = "_sglang_patches_split_kv_workspace"
 
 
 def start(
@@ -29,7 +32,8 @@ def start(
     what: str,
     heads: int,
     width: int,
-    make: Callable[[int | None], Kind],
+    model_runner: Any,
+    make: Callable[..., Kind],
     difference: Callable[[Kind], float],
     waits: tuple[str, str] | None = None,
 ) -> tuple[Kind, Callable[[], None] | None] | None:
@@ -42,7 +46,8 @@ def start(
         variable, splits_variable: the settings, of `settings.mode` and `settings.split_override`.
         what: the attention that is split, as the subject of a sentence.
         heads, width: query heads of the rank, numbers of a value.
-        make: allocates; gets the number of splits that is set, if one is.
+        model_runner: the target's or the draft's; keeps the workspace that all its backends share.
+        make: allocates; gets ``override``, ``shared`` and ``more_tokens`` of `plan.SplitAttention`.
         difference: as `check.wrong`.
         waits: (reason, sentence) where it is not known yet whether this attention will be served here: that is told,
             and "applied" at the first call that split kernels serve.
@@ -58,7 +63,7 @@ def start(
         backends.record(tokens, "not needed", f"{variable}=off", reason="off")
         return None
     try:
-        run = make(override)
+        run = make(override=override, shared=vars(model_runner).get(WORKSPACE), more_tokens=_most_tokens())
     except torch.OutOfMemoryError as error:
         backends.record(tokens, "failed", f"no memory for its workspace: {error}", reason="memory")
         return None
@@ -70,6 +75,11 @@ def start(
         logger.error("sglang-patches: %s: %s stays with upstream's extend kernel: %s", backends.patch, what, wrong)
         backends.record(tokens, "failed", wrong, reason="failed")
         return None
+    # One for all backends of a model runner. Those of `--speculative-adaptive`, one a number of draft steps, are used
+    # in turn, and so are a draft's own and the one for its extends. The halves of two-batch overlap are queued in turn
+    # by one thread on one stream, which replays all graphs too. So no call begins between the two kernels of another.
+    # PD multiplexing runs two forwards; one verifies, and has its draft extended.
+    setattr(model_runner, WORKSPACE, run.workspace)
     tile, launched = run.plan(1, tokens * heads, width)
     applied = functools.partial(
         backends.record,
@@ -86,3 +96,10 @@ def start(
         return run, applied
     applied()
     return run, None
+
+
+def _most_tokens() -> int:
+    """Draft tokens that some backend of this server may be made for, as far as kernels here take them."""
+    from sglang.srt.runtime_context import max_speculative_num_draft_tokens
+
+    return min(max_speculative_num_draft_tokens() or 0, TOKENS[1])

@@ -40,7 +40,7 @@ def prepare(backend: Any, model_runner: Any) -> None:
         return
     seen = gate.facts(backend, model_runner)
 
-    def make(override: int | None) -> SplitExtend:
+    def make(**given: Any) -> SplitExtend:
         from sglang_patches.runtime.draft_extend_split_kv.launch import SplitExtend
 
         return SplitExtend(
@@ -52,7 +52,7 @@ def prepare(backend: Any, model_runner: Any) -> None:
             seen.width,
             cores=max(1, backend.device_core_count),
             device=model_runner.device,
-            override=override,
+            **given,
         )
 
     started = start(
@@ -64,6 +64,7 @@ def prepare(backend: Any, model_runner: Any) -> None:
         what="draft extend",
         heads=seen.heads,
         width=seen.width,
+        model_runner=model_runner,
         make=make,
         difference=lambda run: check.difference(run, tokens=seen.tokens, dtype=seen.compute, cache_dtype=seen.cache),
         # Another backend may serve the draft's extends, in a composed one or with another algorithm.

@@ -37,7 +37,7 @@ class SplitExtend(SplitAttention):
     """Attention of a few new tokens a request, for one attention backend.
 
     Args:
-        max_batch, max_tokens, heads, kv_heads, cores, device, override, tile: as `SplitAttention`.
+        max_batch, max_tokens, heads, kv_heads, cores, device, override, tile, shared, more_tokens: as `SplitAttention`.
         key_width, width: DK and DV, numbers of a head's key and value, 1 to 256.
     """
 
@@ -54,6 +54,8 @@ class SplitExtend(SplitAttention):
         device: torch.device | str,
         override: int | None = None,
         tile: Tiles | None = None,
+        shared: torch.Tensor | None = None,
+        more_tokens: int = 0,
     ) -> None:
         self.heads, self.key_width, self.width = heads, key_width, width
         super().__init__(
@@ -67,6 +69,8 @@ class SplitExtend(SplitAttention):
             device=device,
             override=override,
             tile=tile,
+            shared=shared,
+            more_tokens=more_tokens,
         )
 
     def __call__(

@@ -11,15 +11,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_patches import lane
-from sglang_patches.draft import shapes
+from sglang_patches.draft import roles, shapes
 from sglang_patches.draft.checkpoint import (
     Checkpoint,
     UnreadableCheckpoint,
+    local_config,
     local_folder,
     read_headers,
 )
 from sglang_patches.draft.contract import Finding, Pair, check
-from sglang_patches.draft.refusal import DraftContractError
+from sglang_patches.draft.refusal import DraftContractError, message
 from sglang_patches.draft.shapes import value
 from sglang_patches.runtime import _outcome, _ranks
 from sglang_patches.runtime.kimi_k25_eagle3_delegation.settings import CONTRACT, alarm_settings, only_warns
@@ -58,17 +59,12 @@ def checked() -> Checked | None:
     return _checked[-1] if _checked else None
 
 
-def refuse(path: str, target: str, reasons: list[str]) -> None:
-    """Raise DraftContractError with all `reasons`, or log them where `CONTRACT` is ``warn``."""
-    told = "".join(f"\n  - {reason}" for reason in reasons)
-    message = (
-        f"the EAGLE-3 draft {path} does not fit the target {target}:{told}\n"
-        "  remedy: give the draft that was trained for this target, or serve without --speculative-algorithm; "
-        f"{CONTRACT}=warn starts the server all the same"
-    )
+def refuse(path: str, target: str, reasons: list[str], remedy: str = "") -> None:
+    """Raise DraftContractError with all `reasons`, or log them where `CONTRACT` is ``warn``; as `refusal.message`."""
+    told = message(path, target, reasons, remedy)
     if not only_warns():
-        raise DraftContractError(message)
-    warn(message)
+        raise DraftContractError(told)
+    warn(told)
 
 
 def warn(message: str) -> None:
@@ -119,7 +115,8 @@ def judge(pair: Pair) -> list[Finding]:
             warn(f"draft {pair.draft_path}: {finding.text}")
     reasons = [finding.text for finding in found if finding.refuse]
     if reasons:
-        refuse(pair.draft_path, pair.target_path, reasons)
+        remedy = roles.remedy(pair.target, pair.draft, pair.target_path, pair.draft_path)
+        refuse(pair.draft_path, pair.target_path, reasons, remedy)
     return found
 
 
@@ -127,11 +124,29 @@ def _is_eagle3(server_args: Any) -> bool:
     return (server_args.speculative_algorithm or "").upper() == "EAGLE3"
 
 
+def refuse_misplaced(server_args: Any) -> None:
+    """Refuse a target that is a draft, and a draft that is a whole model, where their files are on this machine.
+
+    Also without speculation: upstream would end at the tokenizer, which a draft's folder lacks, without a word of it.
+
+    Raises DraftContractError.
+    """
+    path = (server_args.speculative_draft_model_path or "") if _is_eagle3(server_args) else ""
+    target = local_config(server_args.model_path, server_args.revision, server_args.download_dir)
+    revision = server_args.speculative_draft_model_revision if path else None
+    draft = local_config(path, revision, server_args.download_dir) if path else None
+    reasons = roles.misplaced(target, draft)
+    # Where a pair is served all the same, `judge` warns of it with all else.
+    if reasons and not (path and only_warns()):
+        refuse(path, server_args.model_path, reasons, roles.remedy(target, draft, server_args.model_path, path))
+
+
 def check_before_spawn(server_args: Any) -> None:
     """In the launching process, before schedulers are spawned (``Engine._launch_subprocesses``).
 
     Raises DraftContractError; what upstream itself finds wrong with either configuration it raises here too, and early.
     """
+    refuse_misplaced(server_args)
     if not _is_eagle3(server_args) or not server_args.speculative_draft_model_path:
         return
     only_warns()
@@ -193,6 +208,8 @@ def check_in_worker(config: Any, server_args: Any, target: Any, is_draft_worker:
     refuse_images_in_context_parallel(server_args, target)
     draft = lane.here().draft_model_config(config, server_args) if _is_eagle3(server_args) else None
     if draft is None:
+        if reason := roles.no_target(getattr(target, "hf_config", None)):
+            refuse("", target.model_path, [reason], roles.remedy(target.hf_config, None, target.model_path, ""))
         _outcome.record(PATCH, "not needed", "no EAGLE-3 draft is served")
         return
     unreadable: list[Finding] = []

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_patches.runtime._split_kv.gate import TOKENS
 from sglang_patches.runtime._split_kv.start import start
 from sglang_patches.runtime._split_kv.telling import Backends, Served
 from sglang_patches.runtime.mla_verify_split_kv import check, gate
@@ -29,9 +28,6 @@ __all__ = ["fills_verify_hook"]
 
 PATCH = "mla-verify-split-kv"
 VARIABLE, SPLITS_VARIABLE = "SGLANG_PATCHES_MLA_VERIFY", "SGLANG_PATCHES_MLA_VERIFY_SPLITS"
-
-# Of a model runner: the workspace of its backends.
-_WORKSPACE = "_sglang_patches_verify_workspace"
 
 backends = Backends(PATCH)
 
@@ -52,7 +48,7 @@ def fills_verify_hook(init: Callable[..., None]) -> Callable[..., None]:
 def _fill(backend: Any, model_runner: Any) -> None:
     seen = gate.facts(backend, model_runner)
 
-    def make(override: int | None) -> SplitVerify:
+    def make(**given: Any) -> SplitVerify:
         from sglang_patches.runtime.mla_verify_split_kv.launch import SplitVerify
 
         return SplitVerify(
@@ -62,9 +58,7 @@ def _fill(backend: Any, model_runner: Any) -> None:
             seen.width,
             cores=max(1, backend.device_core_count),
             device=model_runner.device,
-            override=override,
-            shared=vars(model_runner).get(_WORKSPACE),
-            more_tokens=_most_tokens(),
+            **given,
         )
 
     started = start(
@@ -76,6 +70,7 @@ def _fill(backend: Any, model_runner: Any) -> None:
         what="verify",
         heads=backend.num_head,
         width=seen.width,
+        model_runner=model_runner,
         make=make,
         difference=lambda run: _difference(run, backend.num_head, seen),
         waits=("prefill_node", "a prefill node verifies nothing until its role is switched")
@@ -85,19 +80,8 @@ def _fill(backend: Any, model_runner: Any) -> None:
     if started is None:
         return
     run, first = started
-    # One for all backends of a model runner. Those of `--speculative-adaptive`, one a number of draft steps, are used
-    # in turn. The halves of two-batch overlap are queued in turn by one thread on one stream, which replays all graphs
-    # too. So no call begins between the two kernels of another. PD multiplexing runs two forwards; one verifies.
-    setattr(model_runner, _WORKSPACE, run.workspace)
     backend.use_verify_shared_kv = True
     backend.verify_shared_kv_fwd = torch.compiler.disable(Hook(run, seen.tokens, first).__call__)
-
-
-def _most_tokens() -> int:
-    """Draft tokens that some backend of this server may be made for, as far as kernels here take them."""
-    from sglang.srt.runtime_context import max_speculative_num_draft_tokens
-
-    return min(max_speculative_num_draft_tokens() or 0, TOKENS[1])
 
 
 def _difference(run: Any, heads: int, seen: gate.Facts) -> float:

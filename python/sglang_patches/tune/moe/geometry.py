@@ -112,13 +112,14 @@ def of_model(folder: Path, tp: int, ep: int = 1) -> Geometry:
         tp: ranks of the server (`--tp-size`); with `ep` groups of experts each matrix is cut into tp / ep.
 
     Raises:
-        PatchError: the file cannot be read, is not of a MoE model, or the sizes do not divide.
+        PatchError: the file is not JSON, not of a MoE model, or the sizes do not divide.
+        OSError: it cannot be read.
     """
     file = folder / "config.json"
     try:
         whole = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise PatchError(f"{file}: {error}\n  remedy     name the folder of a downloaded model") from None
+    except ValueError as error:
+        raise PatchError(f"{file}: not JSON: {error}\n  remedy     download the model again") from None
     config = whole.get("text_config", whole)
     quantization = config.get("quantization_config") or whole.get("quantization_config") or {}
     experts = _first(config, "n_routed_experts", "num_local_experts", "num_experts")

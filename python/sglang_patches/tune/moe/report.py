@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from sglang_patches.tune.moe import tables
 from sglang_patches.tune.moe.geometry import GEMMS
@@ -39,6 +40,64 @@ def lines_of(result: Result) -> str:
 def _same(line: Line) -> bool:
     pair = line.candidate
     return pair is not None and {"gate_up": pair.gate_up, "down": pair.down} == line.upstream
+
+
+#: Why a token count has upstream's choice, in the order of `_WHY`.
+Why = Literal["not measured", "not reached", "differs", "not beaten", "upstream wins"]
+_WHY: dict[Why, str] = {
+    "not measured": "no pair of configurations was measured in all rounds",
+    "not reached": "ours is faster by its single products, and the whole layer was not measured often enough",
+    "differs": "ours gives another output than upstream's than rounding explains, so it was left out",
+    "not beaten": "the whole layer is not faster with ours beyond chance",
+    "upstream wins": "upstream's own choice is the fastest that was found, or within a percent of it",
+}
+_UNFINISHED: tuple[Why, ...] = ("not measured", "not reached")
+
+
+def why_upstreams(line: Line) -> Why | None:
+    """Why ours is not in the table at this token count; None where it is."""
+    if line.chosen != line.upstream:
+        return None
+    if line.candidate is None:
+        return "not measured"
+    if _same(line):
+        return "upstream wins"
+    if line.verdict is None or line.verdict.ratio.high == math.inf:  # one round tells nothing
+        return "not reached"
+    return "differs" if line.verdict.ours else "not beaten"
+
+
+def _by_reason(result: Result) -> dict[Why, list[int]]:
+    found = {why: [line.tokens for line in result.lines if why_upstreams(line) == why] for why in _WHY}
+    return {why: tokens for why, tokens in found.items() if tokens}
+
+
+def _no_table(result: Result, command: str) -> str:
+    """Of a run that wrote no table: why, and what to do; Markdown."""
+    reasons = _by_reason(result)
+    lines = [f"- at {_listed(tokens)} tokens: {_WHY[why]}" for why, tokens in reasons.items()]
+    if any(why in reasons for why in _UNFINISHED):
+        lines += [
+            "",
+            "The measurement is not whole, which says nothing of these tiles. The same command goes on where it was;",
+            f"with a larger `--seconds` than {result.request.seconds:g} it comes further:",
+            "",
+            f"    {command}",
+        ]
+    elif "differs" in reasons:
+        lines += ["", "`outputs_differ` in tiles.json says by how much. Serve without a table."]
+    else:
+        lines += [
+            "",
+            "So there is nothing to install: serve without a table, as before. A folder named by",
+            "`SGLANG_PATCHES_MOE_TABLES` or `SGLANG_MOE_CONFIG_DIR` must hold one, so do not name this one. Other",
+            "batch sizes (`--tokens`) or another shape may gain; try them with another `--out`.",
+        ]
+    return "\n".join(["## Why there is no table", "", *lines])
+
+
+def _listed(tokens: Sequence[int]) -> str:
+    return ", ".join(map(str, tokens))
 
 
 def document(result: Result, provenance: dict[str, Any]) -> dict[str, Any]:
@@ -85,6 +144,8 @@ def write(result: Result, provenance: dict[str, Any]) -> list[Path]:
     written: list[Path] = []
     if result.tables:
         written = tables.write(out, facts["triton"], facts["names"], result.tables)
+    else:
+        tables.remove(out, facts["triton"], facts["names"])
     text = json.dumps(document(result, provenance), indent=1)
     (out / tables.RESULT).write_text(text + "\n", encoding="utf-8")
     (out / "README.md").write_text(_readme(result, written, _arguments(provenance)), encoding="utf-8")
@@ -110,6 +171,11 @@ def _arguments(provenance: dict[str, Any]) -> list[str]:
 def headline(result: Result) -> str:
     """One sentence."""
     if not result.better:
+        reasons = _by_reason(result)
+        if unfinished := sorted(tokens for why in _UNFINISHED for tokens in reasons.get(why, [])):
+            return f"Not measured far enough to tell at {_listed(unfinished)} tokens: there is no table yet."
+        if "differs" in reasons:
+            return f"What is faster at {_listed(reasons['differs'])} tokens gives other outputs: there is no table."
         return "Upstream's own choice is not beaten beyond chance at any token count: there is no table."
     ratios = [line.verdict.ratio.value for line in result.better if line.verdict]
     told = ", ".join(str(line.tokens) for line in result.better)
@@ -132,6 +198,13 @@ def _floor(result: Result) -> str:
 
 def _readme(result: Result, written: list[Path], arguments: list[str]) -> str:
     request, facts, g = result.request, result.facts, result.request.geometry
+    command = f"sglang-patches {' '.join(arguments)}"
+    behind = (
+        f"Upstream takes the entry nearest to a batch. Behind {result.lines[-1].tokens} tokens the tables hold what "
+        "upstream\ntakes without them."
+        if written
+        else _no_table(result, command)
+    )
     shape = f", blocks of {g.block_shape}" if g.block_shape else ""
     found = "\n".join(f"- `{file.relative_to(request.out)}`" for file in written) or "- none"
     told = (
@@ -152,8 +225,7 @@ def _readme(result: Result, written: list[Path], arguments: list[str]) -> str:
 
 {lines_of(result)}
 
-Upstream takes the entry nearest to a batch. Behind {result.lines[-1].tokens} tokens the tables hold what upstream
-takes without them.
+{behind}
 
 ## Files
 
@@ -163,5 +235,5 @@ takes without them.
 
 ## Again
 
-    sglang-patches {" ".join(arguments)}
+    {command}
 """

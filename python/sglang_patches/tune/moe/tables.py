@@ -63,3 +63,9 @@ def write(root: Path, triton: str, names: Mapping[Gemm, str], tables: Mapping[Ge
         file.write_text("{\n" + ",\n".join(entries) + "\n}\n", encoding="utf-8")
         written.append(file)
     return written
+
+
+def remove(root: Path, triton: str, names: Mapping[Gemm, str]) -> None:
+    """Remove what `write` wrote below `root` before further samples said otherwise, so that no server takes it."""
+    for name in names.values():
+        (folder(root, triton) / name).unlink(missing_ok=True)
