@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from sglang_patches import serve
+from sglang_patches import ports, serve
 from sglang_patches.doctor.host import Model, Serving
 from sglang_patches.draft import check as draft_check
 from sglang_patches.draft.checkpoint import UnreadableCheckpoint, local_folder, read_headers
@@ -34,13 +34,16 @@ def serving(
     context_length: int | None = None,
     base_gpu: int = 0,
     gpu_step: int = 1,
+    bind: str = ports.DEFAULT_HOST,
 ) -> Serving:
     """What is to be served, read from this machine.
 
     Args:
         model, draft: folder or hub name; empty for none.
         context_length: positions to serve; None: as many as the model allows.
+        bind: address or name at which the server will listen.
     """
+    refusal = ports.refused(bind, port)
     target = read(model, context_length) if model else None
     head = read(draft, context_length) if draft else None
     refused: tuple[str, ...] = ()
@@ -54,7 +57,10 @@ def serving(
     return Serving(
         tp=tp,
         port=port,
-        port_free=serve.port_is_free(port),
+        bind=bind,
+        port_free=refusal is None,
+        port_seen=refusal.seen if refusal else "",
+        port_remedy=refusal.remedy if refusal else "",
         memory_fraction=memory_fraction,
         base_gpu=base_gpu,
         gpu_step=gpu_step,
