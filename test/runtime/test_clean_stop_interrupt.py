@@ -203,6 +203,22 @@ def test_a_program_that_is_no_server_keeps_its_own_way(tmp_path: Path, started: 
     assert "sglang-patches" not in said
 
 
+def test_the_terminal_may_go_with_the_server(tmp_path: Path, started: list[Foreground]) -> None:
+    """The resource tracker, which removes what killed children leave, outlives the SIGHUP that the end then sends."""
+    server = start(started, tmp_path)
+    server.wait_for("loads")
+    found = psutil.Process(server.process.pid).children()
+    (tracker,) = [one for one in found if any("resource_tracker" in word for word in one.cmdline())]
+    status = Path(f"/proc/{tracker.pid}/status").read_text()
+    ignored = int(next(line.split()[1] for line in status.splitlines() if line.startswith("SigIgn")), 16)
+    assert ignored >> (signal.SIGHUP - 1) & 1
+    own = Path(f"/proc/{server.process.pid}/status").read_text()
+    ignored = int(next(line.split()[1] for line in own.splitlines() if line.startswith("SigIgn")), 16)
+    assert not ignored >> (signal.SIGHUP - 1) & 1
+    server.press()
+    server.end()
+
+
 def test_a_background_job_goes_on_ignoring_it(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang_patches.runtime.clean_stop import interrupt
 

@@ -12,7 +12,6 @@ seconds only. What becomes of Ctrl-C is in `interrupt`.
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import contextlib
 import dataclasses
@@ -149,6 +148,8 @@ def _exit(signum: int, frame: FrameType | None) -> None:
 
 async def told_to_end(manager: TokenizerManager) -> None:
     """Return soon after the server was sent SIGTERM; upstream's own loop, which comes next, sleeps five seconds."""
+    import asyncio  # long to import, and every process of a server begins with this module
+
     interrupt.serves(manager)
     while not manager.gracefully_exit:
         await asyncio.sleep(_LOOK)

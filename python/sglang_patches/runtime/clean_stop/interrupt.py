@@ -57,7 +57,21 @@ def listen() -> None:
         and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     ):
         signal.signal(signal.SIGINT, _interrupted)
+        _start_tracker()
         atexit.register(_say_stopped, os.getpid())  # first in, so last out
+
+
+def _start_tracker() -> None:
+    """Start Python's resource tracker, which removes semaphores once all others have ended, ignoring SIGHUP.
+
+    Where this process is the terminal's first, as by ``ssh -t HOST sglang-patches launch ...``, the system sends that
+    to the whole foreground as soon as it has ended.
+    """
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def listens() -> bool:
@@ -72,7 +86,7 @@ def before_children(end: Callable[[], None]) -> None:
     _State.end = end
     import uvicorn
 
-    uvicorn.Server.handle_exit = _in_order(uvicorn.Server.handle_exit)  # type: ignore[method-assign]
+    uvicorn.Server.handle_exit = _in_order(uvicorn.Server.handle_exit)  # type: ignore[assignment, method-assign]
 
 
 def serves(manager: TokenizerManager) -> None:
@@ -90,7 +104,7 @@ def deaf(launch: Callable[P, R]) -> Callable[P, R]:
     def launched(*args: P.args, **kwargs: P.kwargs) -> R:
         if threading.current_thread() is not threading.main_thread() or not listens():
             return launch(*args, **kwargs)
-        # Starting it, as the first child does, would end the blocking.
+        # As the first child does; starting it would end the blocking.
         resource_tracker.ensure_running()
         # Ignored signals are inherited and not kept; blocked ones are kept, whether ignored or not.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
