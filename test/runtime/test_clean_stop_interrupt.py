@@ -22,6 +22,7 @@ from types import SimpleNamespace
 from sglang_patches.runtime import clean_stop
 
 def work(told):
+    held = multiprocessing.get_context("spawn").Semaphore()  # nobody removes it in time where this is killed
     print("child", os.getpid(), flush=True)
     told.send(signal.getsignal(signal.SIGINT) is signal.SIG_IGN)
     time.sleep(600)

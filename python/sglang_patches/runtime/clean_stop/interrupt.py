@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_NO_WARNING = "ignore:resource_tracker"
 
 
 class _State:
@@ -62,15 +63,18 @@ def listen() -> None:
 
 
 def _start_tracker() -> None:
-    """Start Python's resource tracker, which removes semaphores once all others have ended, ignoring SIGHUP.
+    """Start Python's resource tracker, which removes semaphores once all others have ended, such that it can.
 
-    Where this process is the terminal's first, as by ``ssh -t HOST sglang-patches launch ...``, the system sends that
-    to the whole foreground as soon as it has ended.
+    Where this process is the terminal's first, as by ``ssh -t HOST sglang-patches launch ...``, the system sends SIGHUP
+    to the whole foreground as soon as it has ended. And the tracker would warn of every semaphore of a child that was
+    killed, on a terminal that is the shell's again.
     """
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    sys.warnoptions.append(_NO_WARNING)  # the tracker's command line has them
     try:
         resource_tracker.ensure_running()
     finally:
+        sys.warnoptions.remove(_NO_WARNING)
         signal.signal(signal.SIGHUP, before)
 
 
