@@ -15,6 +15,7 @@ import shlex
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -92,16 +93,22 @@ def refuse_abbreviations(words: Sequence[str]) -> None:
                 )
 
 
-def in_config(words: Sequence[str]) -> tuple[str | None, bool]:
-    """The file after ``--config`` among a server's arguments, and whether it has an API key."""
+def config(words: Sequence[str]) -> tuple[str | None, Mapping[str, Any]]:
+    """The file after ``--config`` among a server's arguments, and what it says."""
     if "--config" not in words[:-1]:
-        return None, False
+        return None, {}
     file = words[words.index("--config") + 1]
     try:
         content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
-        return file, False  # upstream will say what is wrong with it
-    return file, isinstance(content, dict) and bool(content.get("api-key") or content.get("api_key"))
+        return file, {}  # upstream will say what is wrong with it
+    return file, content if isinstance(content, dict) else {}
+
+
+def in_config(words: Sequence[str]) -> tuple[str | None, bool]:
+    """The file after ``--config`` among a server's arguments, and whether it has an API key."""
+    file, content = config(words)
+    return file, bool(content.get("api-key") or content.get("api_key"))
 
 
 def header(words: Sequence[str], environ: Mapping[str, str]) -> tuple[str, str]:

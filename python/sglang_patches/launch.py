@@ -18,7 +18,7 @@ import typer
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from sglang_patches import api_key, baked, selection, serve
+from sglang_patches import api_key, baked, ports, ready, selection, serve
 from sglang_patches.document import secrets
 from sglang_patches.errors import PatchError, told
 
@@ -317,7 +317,7 @@ def run(
     healthy = not with_doctor or doctor.run(
         wanted.model, wanted.draft, wanted.tp, wanted.port, wanted.memory_fraction, wanted.context_length,
         environ=launch.env, forgiven={check for checks in blind.values() for check in checks},
-        base_gpu=wanted.base_gpu, gpu_step=wanted.gpu_step,
+        base_gpu=wanted.base_gpu, gpu_step=wanted.gpu_step, bind=launch.bind,
     )  # fmt: skip
     if with_doctor:
         for option, checks in blind.items():
@@ -335,13 +335,25 @@ def run(
         if not healthy and not dry_run:
             print("launch: not started, because of the failures above; --no-doctor starts all the same", flush=True)
         return healthy
-    if not serve.port_is_free(wanted.port):
-        raise PatchError(
-            f"port {wanted.port} is in use\n"
-            f"  remedy     another --port, or end what holds it: ss -ltnp 'sport = :{wanted.port}'"
-        )
-    (execute or os.execvpe)(launch.argv[0], launch.argv, launch.env)
+    if refused := ports.refused(launch.bind, wanted.port):
+        raise PatchError(f"{refused.seen}\n  remedy     {refused.remedy}")
+    if execute is None:
+        _announce(launch, wanted)
+        execute = os.execvpe
+    execute(launch.argv[0], launch.argv, launch.env)
     return True
+
+
+def _announce(launch: serve.Launch, wanted: Wanted) -> None:
+    """Let it be said when the server is ready, and what to try then; only the first of several nodes answers."""
+    node = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    node.add_argument("--node-rank", default="0")
+    if node.parse_known_args(list(wanted.extra))[0].node_rank != "0":
+        return
+    words = [*wanted.extra, *(word for option, (key, _) in wanted.keys.items() for word in (option, key))]
+    url = f"http://{ports.reachable(launch.bind)}:{wanted.port}"
+    # The shell's own variables, and files that the recipe names.
+    ready.announce("launch", url, launch.name, api_key.header(words, {**wanted.environ, **os.environ}))
 
 
 def _keys(name: str, recipe: Recipe, wanted: Wanted, dry_run: bool) -> list[str]:

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 
 import psutil
 
+from sglang_patches.document import secrets
+
 
 def tree(pid: int) -> list[psutil.Process]:
     """The process and all that descend from it now; empty if it is gone."""
@@ -63,3 +65,29 @@ def stuck(processes: Sequence[psutil.Process]) -> str:
         f"still alive after SIGKILL: {pids}\n"
         f"  remedy     they wait for a device or a disk; see for what: ps -o pid,stat,wchan -p PID"
     )
+
+
+def is_server(process: psutil.Process) -> bool:
+    """Whether a process is an SGLang server or one of its workers, which name themselves `sglang::...`."""
+    try:
+        return is_server_command(process.cmdline())
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return False
+
+
+def is_server_command(command: Sequence[str]) -> bool:
+    """Whether the words of a command line are those of a server, or the title of one of its workers."""
+    title = command[0] if command else ""
+    words = [word.rpartition("/")[2] for word in command]
+    launched = any(words[at : at + 2] == ["-m", "sglang.launch_server"] for at in range(len(words)))
+    served = any(words[at : at + 2] == ["sglang", "serve"] for at in range(min(len(words), 3)))
+    return title.startswith("sglang::") or launched or served
+
+
+def shown(process: psutil.Process) -> str:
+    """Its command line for a message, cut to 100 characters and without secrets."""
+    try:
+        command = " ".join(secrets.command(process.cmdline())) or process.name()
+    except psutil.Error:
+        return "gone"
+    return command if len(command) <= 100 else command[:97] + "..."

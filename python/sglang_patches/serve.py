@@ -1,28 +1,21 @@
 """Starts upstream's server with arguments that suit this machine and says when it is ready.
 
 Behind ``make serve``. The process becomes ``python -m sglang.launch_server`` (by ``exec``, so signals reach it);
-a small detached watcher waits for readiness and prints a request to try.
+a small detached watcher waits for readiness and prints a request to try (`ready`).
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import re
-import select
-import shlex
-import shutil
-import socket
 import sys
-import time
-import urllib.error
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sglang_patches import api_key, direct, import_path, lane, named_model, selection
+from sglang_patches import api_key, import_path, lane, named_model, ports, ready, selection
 from sglang_patches.document import secrets
 from sglang_patches.draft import refusal, roles
 from sglang_patches.draft.checkpoint import local_config
@@ -57,13 +50,13 @@ _SMALL_MODEL_BYTES = 1 << 30
 class Launch:
     """What is to be executed: command line, environment, and remarks for the person who started it.
 
-    ``name`` is the served model's; ``host`` where this machine reaches the server (in brackets if it is IPv6).
+    ``name`` is the served model's; ``bind`` the address or name at which the server listens.
     """
 
     argv: list[str]
     env: dict[str, str]
     name: str
-    host: str = "127.0.0.1"
+    bind: str = ports.DEFAULT_HOST
     notes: list[str] = field(default_factory=list)
 
 
@@ -168,9 +161,8 @@ def plan(
     argv += extra
     named = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     named.add_argument("--served-model-name", default=name)
-    named.add_argument("--host", default="127.0.0.1")
     given = named.parse_known_args(list(extra))[0]
-    return Launch(argv, env, given.served_model_name, _reachable(given.host), notes)
+    return Launch(argv, env, given.served_model_name, ports.bound_host(extra), notes)
 
 
 def _cpu_eagle3_is_on(environ: Mapping[str, str]) -> bool:
@@ -180,93 +172,6 @@ def _cpu_eagle3_is_on(environ: Mapping[str, str]) -> bool:
         return False
     on = selection.select(load(upstream.release), environ.get("SGLANG_PATCHES", ""), lambda: False)
     return any(patch.name == "cpu-eagle3" for patch in on)
-
-
-def _reachable(host: str) -> str:
-    """The address in a URL by which this machine reaches a server that binds ``host``."""
-    if host in ("0.0.0.0", ""):
-        return "127.0.0.1"
-    if host == "::":
-        return "[::1]"
-    return f"[{host}]" if ":" in host else host
-
-
-def port_is_free(port: int) -> bool:
-    """Whether this machine lets a server bind this port on 127.0.0.1."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
-
-
-def try_line(url: str, name: str, key: str = "") -> str:
-    """A shell command that asks the server at ``url`` for a chat completion.
-
-    ``key`` is the first part of what `api_key.header` gives.
-    """
-    body = {"model": name, "messages": [{"role": "user", "content": "Tell me a story."}], "max_tokens": 64}
-    asked = f"-H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"
-    return f"curl -s {url}/v1/chat/completions{key} {asked}"
-
-
-def program() -> str:
-    """How ``sglang-patches`` is called from the shell that started this, which may not have its environment active."""
-    if shutil.which("sglang-patches"):
-        return "sglang-patches"
-    beside = Path(sys.executable).parent / "sglang-patches"
-    if not beside.is_file():
-        return f"{shlex.quote(sys.executable)} -m sglang_patches.cli"
-    here = Path.cwd()
-    return shlex.quote(str(beside.relative_to(here) if beside.is_relative_to(here) else beside))
-
-
-def what_to_try(url: str, name: str, header: tuple[str, str]) -> str:
-    """What is told of a server that is ready; ``header`` as `api_key.header` gives it."""
-    key, before = header
-    commands = [*([before] if before else []), try_line(url, name, key)]
-    return "\n".join([
-        "Try:",
-        *(f"  {command}" for command in commands),
-        f"Code state and accept length: curl -s{key} {url}/server_info",
-        f"Watch it: {program()} top --url {url}\n",
-    ])  # fmt: skip
-
-
-def _watch(pid: int, url: str, name: str, header: tuple[str, str]) -> None:
-    """Wait until the server at ``url`` is ready, then print a request to try; give up when process ``pid`` ends."""
-    started = time.monotonic()
-    ended = select.poll()
-    ended.register(os.pidfd_open(pid), select.POLLIN)
-    while not ended.poll(500):
-        try:
-            # Upstream answers 503 here until its own warm-up request has been served.
-            with direct.opener.open(f"{url}{lane.here().ready_path}", timeout=5):
-                break
-        except (urllib.error.URLError, OSError):
-            continue
-    else:
-        print(f"serve: the server ended after {time.monotonic() - started:.0f} s, before it was ready", flush=True)
-        return
-    print(
-        f"\nserve: ready after {time.monotonic() - started:.0f} s. {what_to_try(url, name, header)}",
-        flush=True,
-    )
-
-
-def _spawn_watcher(url: str, name: str, header: tuple[str, str]) -> None:
-    """Start `_watch` in a process that is no child of the server's, which neither waits for it nor must kill it."""
-    server = os.getpid()
-    child = os.fork()
-    if child:
-        os.waitpid(child, 0)
-        return
-    if os.fork() == 0:
-        with contextlib.suppress(KeyboardInterrupt):
-            _watch(server, url, name, header)
-    os._exit(0)
 
 
 def _at_least_one(text: str) -> int:
@@ -287,7 +192,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", required=True, help="folder or hub name of the target model")
     parser.add_argument("--draft", default="", help="folder or hub name of the EAGLE-3 draft; empty: no speculation")
     parser.add_argument("--tp", type=_at_least_one, default=1, help="tensor parallel size: GPUs to use")
-    parser.add_argument("--port", type=_port, default=30000, help="HTTP port on 127.0.0.1")
+    parser.add_argument("--port", type=_port, default=30000, help="HTTP port")
     parser.add_argument("extra", nargs="*", help="after --: more arguments for sglang.launch_server")
     given = parser.parse_args(arguments)
     try:
@@ -297,18 +202,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
     except PatchError as error:
         raise SystemExit(f"serve: {error}") from None
-    if not port_is_free(given.port):
-        raise SystemExit(
-            f"serve: port {given.port} is in use; choose another with PORT=, or: make stop PORT={given.port}"
-        )
+    if refused := ports.refused(launch.bind, given.port):
+        remedy = refused.remedy.replace("--port", "PORT=").replace("sglang-patches stop PORT= ", "make stop PORT=")
+        raise SystemExit(f"serve: {refused.seen}\n  remedy     {remedy}")
     for note in launch.notes:
         print(f"serve: {note}")
     print("serve:", secrets.line(launch.argv, launch.env, os.environ))
     print("serve: starting; a small model takes about a minute, a large one as long as its weights take to load")
     sys.stdout.flush()
-    _spawn_watcher(f"http://{launch.host}:{given.port}", launch.name, api_key.header(given.extra, os.environ))
+    url = f"http://{ports.reachable(launch.bind)}:{given.port}"
+    ready.announce("serve", url, launch.name, api_key.header(given.extra, os.environ))
     os.execvpe(launch.argv[0], launch.argv, launch.env)
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        # As the server itself ends on Ctrl-C: what a person asked for is no failure.
+        print("\nserve: stopped before the server was started", file=sys.stderr)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import psutil
 
-from sglang_patches import processes
+from sglang_patches import ports, processes
 from sglang_patches.errors import PatchError
 
 
@@ -21,7 +21,7 @@ def stop_server(port: int, timeout: float, echo: Callable[[str], None] = print) 
     """
     server = find_server(port)
     ours = [server, *_children(server)]
-    echo(f"port {port}: ending pid {server.pid} ({_shown(server)}) and {len(ours) - 1} child processes")
+    echo(f"port {port}: ending pid {server.pid} ({processes.shown(server)}) and {len(ours) - 1} child processes")
     try:
         server.terminate()
     except psutil.AccessDenied:
@@ -38,7 +38,7 @@ def stop_server(port: int, timeout: float, echo: Callable[[str], None] = print) 
             last = time.monotonic()
             echo(f"  {last - started:.0f} s: waiting for {', '.join(str(process.pid) for process in alive)}")
     if alive:
-        echo(f"  after {timeout:g} s: killing {', '.join(f'{p.pid} ({_shown(p)})' for p in alive)}")
+        echo(f"  after {timeout:g} s: killing {', '.join(f'{p.pid} ({processes.shown(p)})' for p in alive)}")
         if left := processes.kill(alive):
             raise PatchError(f"port {port}: {processes.stuck(left)}")
     echo(f"port {port}: ended after {time.monotonic() - started:.1f} s")
@@ -50,11 +50,7 @@ def find_server(port: int) -> psutil.Process:
     Raises:
         PatchError: nothing listens there, or the listener is not an SGLang server.
     """
-    listeners = [
-        entry
-        for entry in psutil.net_connections("inet")
-        if entry.status == psutil.CONN_LISTEN and entry.laddr and entry.laddr.port == port
-    ]
+    listeners = ports.listeners(port)
     if not listeners:
         raise PatchError(f"port {port}: nothing listens there\n  remedy     check the port; nothing was ended")
     pids = sorted({entry.pid for entry in listeners if entry.pid})
@@ -63,32 +59,19 @@ def find_server(port: int) -> psutil.Process:
             f"port {port}: the listener belongs to another user\n  remedy     run this as that user; nothing was ended"
         )
     listening = [psutil.Process(pid) for pid in pids]
-    foreign = [process for process in listening if not is_server(process)]
+    foreign = [process for process in listening if not processes.is_server(process)]
     if foreign:
         raise PatchError(
             f"port {port}: pid {foreign[0].pid} listens there and is not an SGLang server\n"
-            f"  seen       {_shown(foreign[0])}\n"
+            f"  seen       {processes.shown(foreign[0])}\n"
             f"  expected   python -m sglang.launch_server, or sglang serve\n"
             f"  remedy     check the port; nothing was ended"
         )
     # Several HTTP workers may share the port: the server is their common SGLang ancestor.
     server = listening[0]
-    while (parent := server.parent()) is not None and is_server(parent):
+    while (parent := server.parent()) is not None and processes.is_server(parent):
         server = parent
     return server
-
-
-def is_server(process: psutil.Process) -> bool:
-    """Whether a process is an SGLang server or one of its workers, which name themselves `sglang::...`."""
-    try:
-        command = process.cmdline()
-    except (psutil.NoSuchProcess, psutil.AccessDenied):
-        return False
-    title = command[0] if command else ""
-    words = [word.rpartition("/")[2] for word in command]
-    launched = any(words[at : at + 2] == ["-m", "sglang.launch_server"] for at in range(len(words)))
-    served = any(words[at : at + 2] == ["sglang", "serve"] for at in range(min(len(words), 3)))
-    return title.startswith("sglang::") or launched or served
 
 
 def _children(process: psutil.Process) -> list[psutil.Process]:
@@ -96,11 +79,3 @@ def _children(process: psutil.Process) -> list[psutil.Process]:
         return process.children(recursive=True)
     except psutil.NoSuchProcess:
         return []
-
-
-def _shown(process: psutil.Process) -> str:
-    try:
-        command = " ".join(process.cmdline()) or process.name()
-    except psutil.Error:
-        return "gone"
-    return command if len(command) <= 100 else command[:97] + "..."

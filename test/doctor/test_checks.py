@@ -84,7 +84,8 @@ FIRES = [
     ("nvlink", host(cuda_problem="Error 802: system not yet initialized"), "driver", "failure", ["fabricmanager"]),
     ("eight-pcie", host(driver_cuda=None), "driver", "warning", ["not compared"]),
     ("eight-pcie", serving(tp=16), "GPUs", "failure", ["8 visible", "8 of 16 ranks", "--tp 8"]),
-    ("no-gpu", serving(tp=2), "GPUs", "failure", ["0 visible"]),
+    ("no-gpu", serving(tp=2), "GPUs", "failure", ["0 visible", "--tp 1 (a small model on the CPU)"]),
+    ("no-gpu", serving(tp=8), "driver", "note", ["--tp 8 asks for 8", "nothing is served", "--tp 1"]),
     ("eight-pcie", serving(tp=4, base_gpu=6), "GPUs", "failure",
      ["8 visible", "--base-gpu-id 6", "2 of 4 ranks", "the last rank takes GPU 9"]),
     ("eight-pcie", serving(tp=2, base_gpu=8), "GPUs", "failure", ["2 of 2 ranks"]),
@@ -138,6 +139,9 @@ FIRES = [
     ("switches-with-acs", as_it_is, "memory", "failure", ["1.1 GiB are missing"]),
     ("no-gpu", host(memory_available=100 << 20), "memory", "failure", ["100 MiB available", "154 MiB"]),
     ("old-software", as_it_is, "port", "failure", ["30000 is in use", "stop --port 30000"]),
+    ("eight-pcie", serving(port_free=False, port_seen="port 30000 is in use on 0.0.0.0 by pid 7 (nginx)",
+                           port_remedy="another --port, or end that process"),
+     "port", "failure", ["0.0.0.0 by pid 7 (nginx)", "end that process"]),
     ("container-small-shm", as_it_is, "could not be read", "note", ["ACS", "256 bytes"]),
 ]  # fmt: skip
 
@@ -175,6 +179,13 @@ QUIET = [
     ("old-software", serving(port_free=True), "port"),
     ("nvml-missing", as_it_is, "memory"),
 ]
+
+
+def test_nobody_speaks_of_serving_on_the_cpu_where_gpus_are_asked_for() -> None:
+    said = " ".join(finding.seen for finding in examine(serving(tp=8)(recorded("no-gpu"))))
+    assert "serving is on the CPU" not in said
+    assert "float32" not in said
+    assert "serving is on the CPU" in " ".join(finding.seen for finding in examine(recorded("no-gpu")))
 
 
 @pytest.mark.parametrize(("name", "change", "check"), QUIET)

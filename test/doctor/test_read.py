@@ -306,12 +306,31 @@ def test_a_record_and_json_are_of_no_named_machine(tmp_path: Path, monkeypatch: 
 
 
 def test_the_old_name_of_recorded() -> None:
-    """It looks like the server's --host, whose address it is not."""
+    """It is told from the server's --host, which it looks like, by being a file's name."""
     done = CliRunner().invoke(app, ["doctor", "--host", str(HOSTS / "eight-pcie.json")])
     assert (done.exit_code, "8x NVIDIA" in done.output) == (0, True)
-    done = CliRunner().invoke(app, ["doctor", "--host", "0.0.0.0"])
-    assert (done.exit_code, "doctor takes no address" in done.output) == (2, True)
-    assert "--host" not in CliRunner().invoke(app, ["doctor", "--help"]).output
+    done = CliRunner().invoke(app, ["doctor", "--host", "no-such.json"])
+    assert (done.exit_code, "no-such.json" in done.output) == (2, True)
+    done = CliRunner().invoke(app, ["doctor", "--recorded", str(HOSTS / "no-gpu.json"), "--host", "0.0.0.0"])
+    assert (done.exit_code, "--host with --recorded" in done.output) == (2, True)
+
+
+def test_the_port_is_looked_at_where_the_server_will_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read, "probe", lambda _: {})
+
+    def port_at(host: str) -> dict[str, str]:
+        done = CliRunner().invoke(app, ["doctor", "--port", str(port), "--host", host, "--json"])
+        (finding,) = [found for found in json.loads(done.stdout)["findings"] if found["check"] == "port"]
+        return finding
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.2", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert port_at("127.0.0.1")["level"] == "ok"
+        found = port_at("0.0.0.0")
+    assert found["level"] == "failure"
+    assert f"port {port} is in use on 0.0.0.0 by pid {os.getpid()} (" in found["seen"]
 
 
 def test_this_machine_with_the_bundled_pair(tmp_path: Path) -> None:

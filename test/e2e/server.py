@@ -3,12 +3,16 @@ what it leaves behind."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import termios
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -31,6 +35,12 @@ STOP_SECONDS = 90.0
 SHM_SECONDS = 10.0
 
 
+def _in_terminal() -> None:
+    """Runs in the child, a session's leader: its standard input becomes the session's terminal."""
+    end_with_us()
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
 def present(tree: Sequence[psutil.Process]) -> list[psutil.Process]:
     """Those that run or wait to be asked for their exit code, which a clean stop leaves none of."""
     return [process for process in tree if process.is_running()]
@@ -40,11 +50,18 @@ class Server:
     """One server process tree.
 
     ``command`` starts it; its temporary files go to a folder of its own (``tmp``), so that what it leaves there can be
-    told from what others do. ``model_path`` and ``draft_path`` are what it serves.
+    told from what others do. ``model_path`` and ``draft_path`` are what it serves. With ``terminal`` it has one of its
+    own, in whose foreground it runs, and at which `type` types.
     """
 
     def __init__(
-        self, command: Sequence[str], port: int, model_path: Path, draft_path: Path | None, env: Mapping[str, str]
+        self,
+        command: Sequence[str],
+        port: int,
+        model_path: Path,
+        draft_path: Path | None,
+        env: Mapping[str, str],
+        terminal: bool = False,
     ) -> None:
         self.port = port
         self.url = f"http://127.0.0.1:{port}"
@@ -57,21 +74,43 @@ class Server:
         # some of these are killed.
         self._mapped: set[int] = set()
         environ = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
+        self._keyboard = -1
         with self.log_path.open("wb") as log:
+            screen = log.fileno()
+            if terminal:
+                self._keyboard, screen = os.openpty()
             self.process = subprocess.Popen(
                 command,
                 cwd=REPO,
                 env={**environ, "TMPDIR": str(self.tmp), "PYTHONUNBUFFERED": "1", **env},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
+                stdin=screen if terminal else subprocess.DEVNULL,
+                stdout=screen,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 # A shell's background job, as which tests may run, ignores SIGINT, and so would the server it starts;
                 # and a test run that is ended without ceremony, such as a worker of pytest-xdist, takes it along.
-                preexec_fn=end_with_us,
+                preexec_fn=_in_terminal if terminal else end_with_us,
             )
+        if terminal:
+            os.close(screen)
+            self._reader = threading.Thread(target=self._read_screen, daemon=True)
+            self._reader.start()
         self.started = time.monotonic()
         self.ready_seconds = float("nan")
+
+    def _read_screen(self) -> None:
+        with self.log_path.open("ab", buffering=0) as log, contextlib.suppress(OSError):  # EIO: nobody has it any more
+            while shown := os.read(self._keyboard, 65536):
+                log.write(shown)
+
+    def screen_is_read(self) -> None:
+        """Return when all that its processes showed is in the log; they must have ended."""
+        self._reader.join(10)
+        assert not self._reader.is_alive()
+
+    def type(self, keys: str) -> None:
+        """Press these keys at its terminal; ``\\x03`` is Ctrl-C."""
+        os.write(self._keyboard, keys.encode())
 
     def log(self) -> str:
         """All that the server printed so far."""

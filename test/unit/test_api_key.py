@@ -228,7 +228,7 @@ def test_what_is_shown_of_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
     executed: list[str] = []
     monkeypatch.setattr(os, "execvpe", lambda _, argv, env: executed.extend(argv))
-    monkeypatch.setattr(serve, "_spawn_watcher", lambda *_: None)
+    monkeypatch.setattr(serve.ready, "announce", lambda *_: None)
     serve.main(["--model", "test/models/tiny-kimi", "--port", str(free_port()), "--", "--api-key", KEY])
     assert executed[-1] == KEY
     printed = capsys.readouterr().out

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from sglang_patches import direct, serve
+from sglang_patches import direct, ready
 from sglang_patches.document import server
 from sglang_patches.errors import PatchError
 from sglang_patches.observe import scrape
@@ -89,7 +89,7 @@ def test_who_waits_for_a_server_asks_that_server(
     servers: tuple[Told, Told], capsys: pytest.CaptureFixture[str]
 ) -> None:
     named, other = servers
-    serve._watch(os.getpid(), named.url, "tiny", ("", ""))
+    ready.watch("serve", os.getpid(), named.url, "tiny", ("", ""))
     assert "serve: ready" in capsys.readouterr().out
     assert len(named.asked) == 1
     assert other.asked == []

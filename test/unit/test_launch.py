@@ -17,6 +17,7 @@ from sglang.srt.server_args import ServerArgs
 from typer.testing import CliRunner
 
 from sglang_patches import launch, selection, series
+from sglang_patches.bench.server import free_port
 from sglang_patches.cli import app
 from sglang_patches.doctor import app as doctor
 from sglang_patches.doctor import models, read
@@ -308,6 +309,51 @@ def test_a_port_in_use_starts_nothing_without_doctor_either() -> None:
         with pytest.raises(PatchError, match=f"port {port} is in use"):
             launch.run("tiny-cpu", ["--port", port], False, False, execute=lambda *call: executed.append(call))
     assert not executed
+
+
+def test_the_port_is_looked_at_where_the_server_will_listen(tmp_path: Path) -> None:
+    """By --host on the line, in the recipe, or in the file of --config; 127.0.0.1 alone would look free."""
+    executed: list[Any] = []
+    config = tmp_path / "server.yaml"
+    config.write_text("host: 127.0.0.2\n")
+    made = tmp_path / "mine.yaml"
+    arguments = {"--host": "127.0.0.2"}
+    made.write_text(yaml.safe_dump({"description": "x", "model": "test/models/tiny-kimi", "arguments": arguments}))
+
+    def run(name: str, *line: str) -> None:
+        launch.run(name, ["--port", port, *line], False, False, execute=lambda *call: executed.append(call))
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.2", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        run("tiny-cpu")
+        assert len(executed) == 1
+        refused = rf"port {port} is in use on 127\.0\.0\.2 by pid {os.getpid()} \("
+        for name, line in (
+            ("tiny-cpu", ("--host=127.0.0.2",)),
+            (str(made), ()),
+            ("tiny-cpu", ("--config", str(config))),
+        ):
+            with pytest.raises(PatchError, match=refused):
+                run(name, *line)
+    assert len(executed) == 1
+
+
+@pytest.mark.parametrize(("line", "told"), [([], True), (["--node-rank", "1", "--nnodes", "2"], False)])
+def test_a_request_to_try_is_told_as_serve_tells_it(
+    line: list[str], told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The watcher that make serve has, where this server listens and with its key; the second node answers nobody."""
+    announced: list[Any] = []
+    monkeypatch.setattr(os, "execvpe", lambda *_: None)
+    monkeypatch.setattr(launch.ready, "announce", lambda *call: announced.append(call))
+    monkeypatch.setenv("SGLANG_API_KEY", "k")
+    monkeypatch.setattr(launch.api_key, "hand_over", lambda keys: [])
+    port = free_port()
+    launch.run("tiny-cpu", ["--port", str(port), "--host", "0.0.0.0", *line], False, False)
+    key = ' -H "Authorization: Bearer $SGLANG_API_KEY"'
+    assert announced == ([("launch", f"http://127.0.0.1:{port}", "tiny-kimi", (key, ""))] if told else [])
 
 
 def test_usage_errors() -> None:

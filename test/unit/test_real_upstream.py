@@ -93,8 +93,8 @@ def test_first_apply_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         series = load(installed.release)
         overlay = Overlay(installed, select(series, "all"))
         for module in overlay.by_module:
-            parent = os.path.dirname(installed.path(overlay.by_module[module]))
-            spec = overlay.find_spec(module, [parent])
+            file = installed.path(overlay.by_module[module]).removesuffix("/__init__.py")  # a package is in its parent
+            spec = overlay.find_spec(module, [os.path.dirname(file)])
             assert spec is not None
             assert str(spec.origin).startswith(str(tmp_path))
         taken.append(min(time.process_time() - started[0], time.perf_counter() - started[1]))

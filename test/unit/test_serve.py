@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import socket
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 from sglang.srt.server_args import prepare_server_args
 
-from sglang_patches import api_key, named_model, serve
+from sglang_patches import api_key, named_model, ports, ready, serve
 from sglang_patches.errors import PatchError
 
 MODELS = Path(__file__).parents[1] / "models"
@@ -112,7 +113,7 @@ def test_arguments_of_the_person_come_last_and_name_the_model(tiny: Path) -> Non
     ],
 )
 def test_readiness_is_asked_where_the_server_listens(tiny: Path, extra: list[str], host: str) -> None:
-    assert serve.plan(str(tiny), "", 1, 30000, extra, cuda=False, environ={}).host == host
+    assert ports.reachable(serve.plan(str(tiny), "", 1, 30000, extra, cuda=False, environ={}).bind) == host
 
 
 def test_no_draft_serves_unspeculated_and_says_so(tiny: Path) -> None:
@@ -232,7 +233,19 @@ def test_a_taken_port_is_refused_at_once(tiny: Path) -> None:
         command = [sys.executable, "-m", "sglang_patches.serve", "--model", str(tiny), "--port", str(port)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
-    assert f"port {port} is in use" in done.stderr
+    assert f"serve: port {port} is in use on 127.0.0.1 by pid {os.getpid()} (" in done.stderr
+    assert "another PORT=, or end that process" in done.stderr
+
+
+def test_a_port_is_refused_that_is_taken_at_the_host_of_args(tiny: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.2", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        command = [sys.executable, "-m", "sglang_patches.serve", "--model", str(tiny), "--port", str(port), "--"]
+        done = subprocess.run([*command, "--host", "127.0.0.2"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert f"port {port} is in use on 127.0.0.2" in done.stderr
 
 
 KEY = "correct-horse-battery"
@@ -253,7 +266,7 @@ def test_the_lines_to_try_have_the_key_without_showing_it(where: str, tmp_path: 
     }.get(where, {})
     words = ["--config", str(tmp_path / "server.yaml")] if where == "config" else ["--mem", "1", "--api-key", KEY]
     header = api_key.header(words, environ)
-    told = serve.what_to_try("http://127.0.0.1:31234", "m", header)
+    told = ready.what_to_try("http://127.0.0.1:31234", "m", header)
     assert KEY not in told
     tried, info = (line for line in told.splitlines() if "curl" in line)
     assert ("export SGLANG_API_KEY=..." in told) is (where not in ("variable", "file"))
@@ -268,11 +281,11 @@ def test_the_lines_to_try_have_the_key_without_showing_it(where: str, tmp_path: 
 @pytest.mark.parametrize("words", [[], ["--api-key="], ["--api-key", ""], ["--admin-api-key", "x"]])
 def test_the_lines_to_try_of_a_server_without_a_key(words: list[str]) -> None:
     assert api_key.header(words, {"SGLANG_API_KEY": "of-another-server"}) == ("", "")
-    assert serve.what_to_try("http://127.0.0.1:31234", "m", ("", "")).startswith("Try:\n  curl -s http://")
+    assert ready.what_to_try("http://127.0.0.1:31234", "m", ("", "")).startswith("Try:\n  curl -s http://")
 
 
 def test_the_line_to_try_is_a_valid_shell_command() -> None:
-    words = shlex.split(serve.try_line("http://127.0.0.1:31234", "it's"))
+    words = shlex.split(ready.try_line("http://127.0.0.1:31234", "it's"))
     assert words[0] == "curl"
     assert json.loads(words[words.index("-d") + 1])["model"] == "it's"
     assert "http://127.0.0.1:31234/v1/chat/completions" in words

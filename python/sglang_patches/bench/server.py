@@ -11,7 +11,6 @@ import os
 import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from sglang_patches import direct, import_path, lane, processes, selection, serve
+from sglang_patches import direct, import_path, lane, ports, processes, selection, serve
 from sglang_patches.bench.model import Arm
 from sglang_patches.errors import PatchError
 
@@ -195,7 +194,7 @@ def command(
         env.pop(name, None)
         if value:
             env[name] = value
-    port = free_port()
+    port = free_port(ports.bound_host([*shared, *arm.arguments]))
     try:
         plan = serve.plan(
             model, draft, tp, port, [*shared, *arm.arguments], cuda=selection.has_gpu(),
@@ -206,22 +205,27 @@ def command(
     if pristine:
         plan.env.pop(selection.VARIABLE, None)
     plan.env["PYTHONUNBUFFERED"] = "1"
-    return [arm.python or sys.executable, *plan.argv[1:]], plan.env, plan.name, plan.host, port
+    return [arm.python or sys.executable, *plan.argv[1:]], plan.env, plan.name, ports.reachable(plan.bind), port
 
 
-def free_port() -> int:
-    """A TCP port that nobody listens on now, below the range for outgoing connections.
+def free_port(host: str = "0.0.0.0") -> int:
+    """A TCP port that nobody listens on now at this address or name, below the range for outgoing connections.
 
     Raises:
-        PatchError: none is free.
+        PatchError: none is free, or the host is not this machine's.
     """
+    refused = None
     for port in random.SystemRandom().sample(range(20000, 30000), 200):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            with contextlib.suppress(OSError):
-                probe.bind(("", port))
-                return port
-    raise PatchError("none of 200 ports drawn from 20000-29999 is free\n  remedy     end the servers that hold them")
+        refused = ports.refused(host, port)
+        if refused is None:
+            return port
+        if not refused.in_use:
+            break
+    assert refused is not None
+    raise PatchError(
+        f"no port of 20000-29999 is free: {refused.seen}\n"
+        f"  remedy     {'end the servers that hold them' if refused.in_use else refused.remedy}"
+    )
 
 
 def tail(log: Path, size: int = 65536) -> str:

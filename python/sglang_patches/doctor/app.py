@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from sglang_patches import ports
 from sglang_patches.doctor import models, report
 from sglang_patches.doctor.checks import examine
 from sglang_patches.doctor.finding import Finding
@@ -21,7 +23,8 @@ from sglang_patches.errors import told
 
 # What a recorded host holds already.
 _OF_THIS_MACHINE = (
-    "model", "draft", "tp", "port", "context_length", "mem_fraction_static", "base_gpu_id", "gpu_id_step", "record",
+    "model", "draft", "tp", "port", "host", "context_length", "mem_fraction_static", "base_gpu_id", "gpu_id_step",
+    "record",
 )  # fmt: skip
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -43,8 +46,9 @@ def doctor(
     recorded: Annotated[
         Path | None, typer.Option("--recorded", help="Examine a host that --record wrote, not this machine.")
     ] = None,
-    # Its name until it was found to look like the server's: an address there.
-    host: Annotated[Path | None, typer.Option("--host", hidden=True)] = None,
+    host: Annotated[
+        str, typer.Option(help="As the server's: the address or name to listen at.", metavar="ADDRESS")
+    ] = ports.DEFAULT_HOST,
     record: Annotated[Path | None, typer.Option(help="Write all that was read of this machine to a file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -52,17 +56,12 @@ def doctor(
 
     Takes seconds, changes nothing. Exit code: 0 no failure, 1 a failure, 2 usage.
     """
-    if recorded is None and host is not None:
-        recorded = host
-        if not host.exists():
-            typer.echo(
-                f"sglang-patches: --host {host}: doctor takes no address, and there is no such file (--host is the old "
-                f"name of --recorded)\n  remedy     leave it out, or name a file that --record wrote: --recorded FILE",
-                err=True,
-            )
-            raise typer.Exit(2)
+    renamed = recorded is None and (os.sep in host or Path(host).suffix == ".json" or Path(host).is_file())
+    if renamed:  # it was the name of --recorded
+        recorded = Path(host)
     if recorded is not None:
-        sources = {name: context.get_parameter_source(name) for name in _OF_THIS_MACHINE}
+        of_machine = [name for name in _OF_THIS_MACHINE if not (renamed and name == "host")]
+        sources = {name: context.get_parameter_source(name) for name in of_machine}
         # By its name: newer versions of typer have a ParameterSource of their own beside click's.
         given = [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]
         if given:
@@ -76,7 +75,7 @@ def doctor(
     with told():
         ok = run(
             model, draft, tp, port, mem_fraction_static, context_length, recorded, record, as_json,
-            base_gpu=base_gpu_id, gpu_step=gpu_id_step,
+            base_gpu=base_gpu_id, gpu_step=gpu_id_step, bind=host,
         )  # fmt: skip
     raise typer.Exit(0 if ok else 1)
 
@@ -95,6 +94,7 @@ def run(
     forgiven: Collection[str] = (),
     base_gpu: int = 0,
     gpu_step: int = 1,
+    bind: str = ports.DEFAULT_HOST,
 ) -> bool:
     """Examine this machine, or one that was recorded, and print the report; whether no finding is a failure.
 
@@ -104,6 +104,7 @@ def run(
         environ: of the server, where it is not that of this process.
         forgiven: checks whose failures are shown and do not count.
         base_gpu, gpu_step: the first GPU, and from one rank's to the next one's.
+        bind: address or name at which the server will listen.
 
     Raises:
         PatchError: `recorded` is no host.
@@ -111,7 +112,9 @@ def run(
     if recorded is not None:
         host = Host.read(recorded)
     else:
-        wanted = models.serving(model, draft, tp, port, memory_fraction, context_length, base_gpu, gpu_step, environ)
+        wanted = models.serving(
+            model, draft, tp, port, memory_fraction, context_length, base_gpu, gpu_step, environ, bind
+        )
         host = read(wanted, environ)
         if record is not None or as_json:
             host = unnamed(host)

@@ -127,13 +127,17 @@ class Model:
 class Serving:
     """What is to be served. `draft_refused` and `draft_warnings` are those of ``sglang-patches draft check``;
     `memory_fraction`, `base_gpu` and `gpu_step` are upstream's ``--mem-fraction-static``, ``--base-gpu-id`` and
-    ``--gpu-id-step``."""
+    ``--gpu-id-step``, `bind` its ``--host``; `port_seen` and `port_remedy` say why the port is not
+    free, and what to do."""
 
     __pydantic_config__ = _STRICT
 
     tp: int = 1
     port: int = 30000
+    bind: str = "127.0.0.1"
     port_free: bool = True
+    port_seen: str = ""
+    port_remedy: str = ""
     memory_fraction: float = 0.9
     base_gpu: int = 0
     gpu_step: int = 1

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sglang_patches import named_model, serve
+from sglang_patches import named_model, ports
 from sglang_patches.doctor.host import Model, Serving
 from sglang_patches.draft import check as draft_check
 from sglang_patches.draft import roles
@@ -38,6 +38,7 @@ def serving(
     base_gpu: int = 0,
     gpu_step: int = 1,
     environ: Mapping[str, str] | None = None,
+    bind: str = ports.DEFAULT_HOST,
 ) -> Serving:
     """What is to be served, read from this machine.
 
@@ -45,7 +46,9 @@ def serving(
         model, draft: folder or hub name; empty for none.
         context_length: positions to serve; None: as many as the model allows.
         environ: of the server; None: this process's.
+        bind: address or name at which the server will listen.
     """
+    refusal = ports.refused(bind, port)
     target = read(model, context_length, environ) if model else None
     head = read(draft, context_length, environ) if draft else None
     refused: tuple[str, ...] = ()
@@ -61,7 +64,10 @@ def serving(
     return Serving(
         tp=tp,
         port=port,
-        port_free=serve.port_is_free(port),
+        bind=bind,
+        port_free=refusal is None,
+        port_seen=refusal.seen if refusal else "",
+        port_remedy=refusal.remedy if refusal else "",
         memory_fraction=memory_fraction,
         base_gpu=base_gpu,
         gpu_step=gpu_step,

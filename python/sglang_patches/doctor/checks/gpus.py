@@ -66,6 +66,14 @@ def driver(host: Host) -> Iterator[Finding]:
                 "run nvidia-smi; after a driver update reboot or reload the module; in a container pass --gpus all "
                 "and check CUDA_VISIBLE_DEVICES",
             )
+        elif host.serving.tp > 1:
+            yield Finding(
+                name,
+                "note",
+                f"no GPU ({host.topology.absent}), and --tp {host.serving.tp} asks for {host.serving.tp}",
+                "nothing is served like this (see GPUs); without GPUs one rank, --tp 1, serves small models on the CPU",
+                f"run doctor on the machine with the {host.serving.tp} GPUs, or for this one: --tp 1",
+            )
         else:
             yield Finding(
                 name,
@@ -131,7 +139,8 @@ def count(host: Host) -> Iterator[Finding]:
             "failure",
             f"{there} visible, tensor parallel size is {tp}{placed}",
             f"{tp - got} of {tp} ranks have no GPU: the server does not start",
-            f"--tp {max(1, got)}, or make the others visible (CUDA_VISIBLE_DEVICES, --gpus all)"
+            f"--tp {max(1, got)}{'' if there else ' (a small model on the CPU)'}, or make the others visible "
+            "(CUDA_VISIBLE_DEVICES, --gpus all)"
             + (f"; with {placed[2:-1]} the last rank takes GPU {first + (tp - 1) * step}" if placed else ""),
         )
         return

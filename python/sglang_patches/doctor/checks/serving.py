@@ -95,6 +95,8 @@ def memory(host: Host) -> Iterator[Finding]:
         yield from _on_gpus(host, target, models)
     elif host.driver_present:
         yield Finding(name, "ok", "not checked: no GPU is usable")
+    elif host.serving.tp > 1:
+        yield Finding(name, "ok", f"not checked: --tp {host.serving.tp} asks for GPUs, and there is none")
     else:
         yield from _on_cpu(host, models)
 
@@ -197,16 +199,17 @@ def _on_cpu(host: Host, models: list[Model]) -> Iterator[Finding]:
 
 def port(host: Host) -> Iterator[Finding]:
     """Whether the server can bind its port."""
-    number = host.serving.port
-    if host.serving.port_free:
-        yield Finding("port", "ok", f"{number} is free")
+    serving = host.serving
+    if serving.port_free:
+        yield Finding("port", "ok", f"{serving.port} is free on {serving.bind or 'all addresses'}")
     else:
         yield Finding(
             "port",
             "failure",
-            f"{number} is in use",
+            # Hosts that were recorded before do not say who holds it.
+            serving.port_seen or f"port {serving.port} is in use",
             "the server ends when it binds it, after the weights have loaded, which takes minutes for 1T parameters",
-            f"another --port, or: sglang-patches stop --port {number}",
+            serving.port_remedy or f"another --port, or: sglang-patches stop --port {serving.port}",
         )
 
 

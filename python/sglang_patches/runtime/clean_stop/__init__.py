@@ -7,12 +7,11 @@ of processes that die so. Where the launching process then kills itself as well 
 at the end of every SIGTERM), nothing is done that Python does at exit, such as to remove the Prometheus files. And a
 SIGTERM before the first request kills the launching process where it stands. Where a child has died, it holds the rest
 of the server for a minute in which it answers nothing. And a running server looks for a SIGTERM every five
-seconds only.
+seconds only. What becomes of Ctrl-C is in `interrupt`.
 """
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import contextlib
 import dataclasses
@@ -25,6 +24,8 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 import psutil
+
+from sglang_patches.runtime.clean_stop import interrupt
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
@@ -69,6 +70,11 @@ def before_own_kill(killed: Sequence[psutil.Process]) -> None:
     """
     if os.getpid() not in _owned:
         return
+    _clean(killed)
+    interrupt.before_own_kill()
+
+
+def _clean(killed: Sequence[psutil.Process]) -> None:
     # Whatever goes wrong: a launching process that outlives its children would hold the port and serve nothing.
     with contextlib.suppress(Exception):
         psutil.wait_procs(killed, timeout=_CHILDREN_END_SECONDS)
@@ -95,7 +101,9 @@ def _remove() -> None:
 
 
 def spare_resource_tracker(children: Sequence[psutil.Process]) -> list[psutil.Process]:
-    """``children`` without Python's resource tracker, which cleans up and ends by itself once the others have ended."""
+    """``children``, which are about to be killed, without Python's resource tracker, which cleans up and ends by itself
+    once the others have ended."""
+    interrupt.before_kill()
     return [child for child in children if not _is_resource_tracker(child)]
 
 
@@ -119,8 +127,19 @@ def exit_on_sigterm() -> None:
 
     Does nothing where the application has a handler of its own, or outside the main thread, where none can be set.
     """
+    interrupt.before_children(_kill_and_clean)
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _exit)
+
+
+def _kill_and_clean() -> None:
+    """End the children without grace, and leave nothing behind."""
+    with contextlib.suppress(Exception):
+        killed = spare_resource_tracker(psutil.Process().children(recursive=True))
+        for child in killed:
+            with contextlib.suppress(psutil.Error):
+                child.kill()
+        _clean(killed)
 
 
 def _exit(signum: int, frame: FrameType | None) -> None:
@@ -129,5 +148,8 @@ def _exit(signum: int, frame: FrameType | None) -> None:
 
 async def told_to_end(manager: TokenizerManager) -> None:
     """Return soon after the server was sent SIGTERM; upstream's own loop, which comes next, sleeps five seconds."""
+    import asyncio  # long to import, and every process of a server begins with this module
+
+    interrupt.serves(manager)
     while not manager.gracefully_exit:
         await asyncio.sleep(_LOOK)
