@@ -46,7 +46,9 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 
 # Files of test/e2e/ whose servers are their own. Those of all others are shared, so one worker has to run them all.
-_OWN_SERVERS = ("test_bench_ab", "test_pairs", "test_off_is_absent", "test_stop", "test_verify_step", "test_cpu_tensor_parallel")
+_OWN_SERVERS = (
+    "test_bench_ab", "test_pairs", "test_off_is_absent", "test_stop", "test_verify_step", "test_cpu_tensor_parallel",
+)  # fmt: skip
 
 
 def scope(nodeid: str) -> str:
