@@ -23,13 +23,13 @@ OPERATOR = "init_cpu_threads_env"
 
 
 @pytest.mark.parametrize("device", ["cpu", torch.device("cpu")])
-def test_nccl_is_not_asked_to_serve_a_cpu(device: object) -> None:
+def test_nccl_is_not_asked_to_serve_a_cpu(device: torch.device | str | int) -> None:
     with pytest.raises(ValueError, match="GPUs only"):
         cpu_tensor_parallel.refuse_cpu(device)
 
 
 @pytest.mark.parametrize("device", [0, "cuda:1", torch.device("cuda", 3)])
-def test_nccl_serves_gpus(device: object) -> None:
+def test_nccl_serves_gpus(device: torch.device | str | int) -> None:
     cpu_tensor_parallel.refuse_cpu(device)
 
 

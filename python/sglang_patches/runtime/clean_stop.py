@@ -112,9 +112,9 @@ def before_kill(children: Sequence[psutil.Process]) -> list[psutil.Process]:
 
 
 _DEAD = (
-    "sglang-patches: clean-stop: process %d (%s) of this server was ended by %s, and the server ends with it. If "
-    "nobody sent that: SIGKILL is what the kernel sends where memory is short (`dmesg` has it), any other signal comes from a "
-    "crash of native code, whose last lines are above."
+    "sglang-patches: clean-stop: process %d (%s) of this server was ended by %s, and the server ends with it. "
+    "If nobody sent that: SIGKILL is what the kernel sends where memory is short (`dmesg` has it), any other signal "
+    "comes from a crash of native code, whose last lines are above."
 )
 
 

@@ -19,8 +19,8 @@ def binds_threads() -> bool:
     return hasattr(torch.ops.sgl_kernel, "init_cpu_threads_env")
 
 
-def refuse_cpu(device: object) -> None:
-    """Return where NCCL can serve ``device`` (a ``torch.device``, its name, or a GPU's number).
+def refuse_cpu(device: torch.device | str | int) -> None:
+    """Return where NCCL can serve ``device``, which as a number is a GPU's.
 
     Raises:
         ValueError: it is a CPU. Upstream catches what comes up while it loads NCCL, and does without it.
