@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -42,9 +43,10 @@ def expected() -> list[tuple[list[int], list[int]]]:
 
 @pytest.fixture(scope="module", params=RANKS)
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
-    """A server of so many ranks; the last test ends it."""
+    """A server of so many ranks, by `make serve`; the last test ends it."""
     port, draft = free_port(), RANKS[request.param]
-    command = serve_command(port, MODEL, draft, ["--skip-server-warmup"], tp=request.param)
+    command = ["make", "serve", f"VENV={sys.prefix}", f"PORT={port}", f"MODEL={MODEL}", f"DRAFT={draft or ''}"]
+    command += [f"TP={request.param}", "ARGS=--skip-server-warmup"]
     running = Server(command, port, MODEL, draft, {})
     yield running
     running.kill()
