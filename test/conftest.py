@@ -46,7 +46,10 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 
 # Files of test/e2e/ whose servers are their own. Those of all others are shared, so one worker has to run them all.
-_OWN_SERVERS = ("test_bench_ab", "test_pairs", "test_off_is_absent", "test_spec_plan", "test_stop", "test_verify_step")
+_OWN_SERVERS = (
+    "test_bench_ab", "test_pairs", "test_off_is_absent", "test_spec_plan", "test_stop", "test_verify_step",
+    "test_cpu_tensor_parallel",
+)  # fmt: skip
 
 
 def scope(nodeid: str) -> str:

@@ -203,7 +203,7 @@ class Server:
         self.process.wait()
 
 
-def serve_command(port: int, model: Path, draft: Path | None, arguments: Sequence[str] = ()) -> list[str]:
-    """The command that ``make serve`` runs, for this interpreter."""
+def serve_command(port: int, model: Path, draft: Path | None, arguments: Sequence[str] = (), tp: int = 1) -> list[str]:
+    """The command that ``make serve`` runs, for this interpreter; ``tp`` ranks."""
     command = [sys.executable, "-m", "sglang_patches.serve", "--port", str(port), "--model", str(model)]
-    return [*command, "--draft", str(draft or ""), "--", *arguments]
+    return [*command, "--draft", str(draft or ""), "--tp", str(tp), "--", *arguments]

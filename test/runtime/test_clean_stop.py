@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 OWNER = """
@@ -151,3 +152,44 @@ def test_nothing_keeps_a_launching_process_from_ending_itself(monkeypatch: pytes
     monkeypatch.setattr(clean_stop, "_owned", {os.getpid(): []})
     monkeypatch.setattr(clean_stop.psutil, "wait_procs", broken)
     clean_stop.before_own_kill([])
+
+
+def test_children_that_a_signal_ended_are_named_and_the_resource_tracker_is_spared(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Who waits for a child still gets its exit code. In a whole server: e2e/test_cpu_tensor_parallel.py."""
+    from sglang_patches.runtime import clean_stop
+
+    code = "import time, sys; print(flush=True); time.sleep(600)"
+    tracker = "import time; print(flush=True); time.sleep(600)  # multiprocessing.resource_tracker"
+    commands = {"killed": code, "crashed": code, "told": code, "ended": "print()", "alive": code, "tracker": tracker}
+    children = {
+        name: subprocess.Popen([sys.executable, "-c", command], stdout=subprocess.PIPE)
+        for name, command in commands.items()
+    }
+    try:
+        for child in children.values():
+            assert child.stdout is not None
+            child.stdout.readline()
+        sent = {"killed": signal.SIGKILL, "crashed": signal.SIGSEGV, "told": signal.SIGTERM}
+        for name, how in sent.items():
+            children[name].send_signal(how)
+        for name in [*sent, "ended"]:  # without taking the exit code
+            os.waitid(os.P_PID, children[name].pid, os.WEXITED | os.WNOWAIT)
+        given = {name: psutil.Process(child.pid) for name, child in children.items()}
+        assert clean_stop.before_kill([*given.values()]) == [given[name] for name in given if name != "tracker"]
+        told = [record.getMessage() for record in caplog.records if "was ended by" in record.getMessage()]
+        assert len(told) == 2
+        for name in ("killed", "crashed"):
+            said = f"ended by {sent[name].name}"
+            assert sum(f"process {children[name].pid} (" in line and said in line for line in told) == 1
+        for name, how in sent.items():
+            assert children[name].wait(10) == -how
+        assert children["ended"].wait(10) == 0
+        assert children["alive"].poll() is children["tracker"].poll() is None
+    finally:
+        for child in children.values():
+            child.kill()
+            child.wait()
+            assert child.stdout is not None
+            child.stdout.close()

@@ -74,7 +74,7 @@ import psutil
 from sglang_patches.runtime import clean_stop
 
 def kill_process_tree(pid, include_parent):
-    for child in clean_stop.spare_resource_tracker(psutil.Process(pid).children(recursive=True)):
+    for child in clean_stop.before_kill(psutil.Process(pid).children(recursive=True)):
         child.kill()
         child.wait()
 """

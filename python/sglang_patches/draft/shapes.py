@@ -139,9 +139,24 @@ def optional(draft: Any) -> frozenset[str]:
     return frozenset() if takes_states(draft) else frozenset({"fc.weight", "fc.bias", "layers.0.hidden_norm.weight"})
 
 
+# Where tensor parallelism on a CPU does not divide a size, upstream raises it in the configuration in memory, fills the
+# tensors up with zeros as it loads them, and keeps the checkpoint's own size by another key (configs/update_config.py).
+_BEFORE_PADDING = {
+    "num_attention_heads": "original_num_attention_heads",
+    "num_key_value_heads": "original_total_num_kv_heads",
+    "intermediate_size": "original_intermediate_size",
+    "intermediate_size_mlp": "original_intermediate_size_mlp",
+}
+
+
+def _stored(draft: Any, key: str, default: Any = None) -> int:
+    """A size as the checkpoint's tensors have it."""
+    return int(value(draft, _BEFORE_PADDING.get(key, key), value(draft, key, default)))
+
+
 def _gqa(draft: Any, hidden: int, layer: int) -> Shapes:
-    heads = int(value(draft, "num_attention_heads"))
-    kv_heads = int(value(draft, "num_key_value_heads", heads))
+    heads = _stored(draft, "num_attention_heads")
+    kv_heads = _stored(draft, "num_key_value_heads", heads)
     head_dim = int(value(draft, "head_dim", hidden // heads))
     entering = 2 * hidden if layer == 0 else hidden
     return {
@@ -154,7 +169,7 @@ def _gqa(draft: Any, hidden: int, layer: int) -> Shapes:
 
 def _mla(draft: Any, hidden: int) -> Shapes:
     heads, q_rank, kv_rank, nope, rope, v_dim = (
-        int(value(draft, key))
+        _stored(draft, key)
         for key in (
             "num_attention_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
         )
@@ -173,7 +188,7 @@ def _mla(draft: Any, hidden: int) -> Shapes:
 
 def _mlp(draft: Any, hidden: int) -> Shapes:
     key = "intermediate_size_mlp" if value(draft, "model_type") == "llama4_text" else "intermediate_size"
-    inner = int(value(draft, key))
+    inner = _stored(draft, key)
     return {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
 
 

@@ -6,6 +6,7 @@ without it would hang.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -13,6 +14,8 @@ from datetime import timedelta
 # come all the same, it takes the verdict that the others reached without it (`first_verdict`).
 _RANK_WAIT = timedelta(seconds=300)
 _KEY = "sglang_patches/agreed"
+# For ranks that have come already to read what all others said.
+_READ_WAIT = timedelta(seconds=60)
 
 
 def exchange(name: str, mine: str, rank: int, ranks: Sequence[int]) -> dict[int, str | None]:
@@ -46,6 +49,24 @@ def first_verdict(name: str, mine: str, ranks: Sequence[int]) -> str:
     # The marker keeps an empty verdict from looking like none.
     told = _get_default_store().compare_set(f"{_key(name, ranks)}/verdict", "", f"={mine}")
     return told.decode()[1:]
+
+
+def before_refusing(name: str, rank: int, ranks: Sequence[int]) -> None:
+    """Return once all of `ranks` have called this under `name`: each knows why it is about to end.
+
+    One of them serves the store, as a rule the first. Did it end before the others have read, they would lose the
+    connection, and report that in the place of the reason.
+
+    Args:
+        ranks: those that said something, this one among them; nobody waits for one that is silent.
+    """
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    store, group = _get_default_store(), _key(name, ranks)
+    # One that died meanwhile is no reason to hide this rank's own.
+    with contextlib.suppress(RuntimeError):
+        store.set(f"{group}/knows/{rank}", "")
+        store.wait([f"{group}/knows/{other}" for other in ranks], _READ_WAIT)
 
 
 def _key(name: str, ranks: Sequence[int]) -> str:

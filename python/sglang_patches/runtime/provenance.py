@@ -15,7 +15,7 @@ from typing import Any
 from sglang_patches import lane
 from sglang_patches.document import server
 from sglang_patches.provenance import code_state
-from sglang_patches.runtime import _metrics, _outcome, _verify_pass
+from sglang_patches.runtime import _agreement, _metrics, _outcome, _verify_pass
 from sglang_patches.runtime._verify_pass import VerifyPass
 
 # Ranks meet in `init_process_group` just before they compare, so a rank that takes longer will not come.
@@ -251,15 +251,17 @@ def check_ranks(rank: int, world_size: int, wait: timedelta = _RANK_WAIT) -> Non
     store = _get_default_store()
     mine = _patch_set_id()
     store.set(f"{_KEY}/{rank}", mine)
-    seen: dict[str, str | None] = {}
+    seen: dict[int, str | None] = {}
     for other in range(world_size):
         key = f"{_KEY}/{other}"
         try:
             store.wait([key], wait if None not in seen.values() else timedelta(seconds=1))
-            seen[f"rank {other}"] = store.get(key).decode()
+            seen[other] = store.get(key).decode()
         except DistStoreError:
-            seen[f"rank {other}"] = None
-    _compare(seen, mine, f"rank {rank}")
+            seen[other] = None
+    if set(seen.values()) != {mine}:
+        _agreement.before_refusing("patch set", rank, [other for other, found in seen.items() if found is not None])
+    _compare({f"rank {other}": found for other, found in seen.items()}, mine, f"rank {rank}")
 
 
 def _compare(seen: Mapping[str, str | None], expected: str, reference: str) -> None:

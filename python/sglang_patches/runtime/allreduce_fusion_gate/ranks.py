@@ -20,7 +20,7 @@ import torch
 
 from sglang_patches.nccl import topology
 from sglang_patches.runtime import _ranks
-from sglang_patches.runtime._agreement import exchange, first_verdict
+from sglang_patches.runtime._agreement import before_refusing, exchange, first_verdict
 from sglang_patches.runtime.allreduce_fusion_gate import captured, kernels, launch
 from sglang_patches.runtime.allreduce_fusion_gate.decision import Problem, Verdict, decide
 
@@ -71,7 +71,10 @@ def agree() -> None:
     asked = get_exec().comm.flashinfer_allreduce_fusion_backend
     world, group = get_world_group(), list(get_parallel().tp_group.ranks)
     places = meet(here(asked, launch.explicitly(get_server_args())), world.rank, world.ranks)
-    settle(places, conclude(places, judge(world.rank, group, places), world.rank, world.ranks))
+    verdict = conclude(places, judge(world.rank, group, places), world.rank, world.ranks)
+    if not verdict.allowed:
+        before_refusing("fusion", world.rank, list(places))
+    settle(places, verdict)
 
 
 def here(asked: str | None, explicit: bool) -> Place:

@@ -6,7 +6,8 @@ SIGINT, and whenever one of them fails), it kills Python's resource tracker too,
 of processes that die so. Where the launching process then kills itself as well (when a child has failed, and on 0.5.17
 at the end of every SIGTERM), nothing is done that Python does at exit, such as to remove the Prometheus files. And a
 SIGTERM before the first request kills the launching process where it stands. Where a child has died, it holds the rest
-of the server for a minute in which it answers nothing. And a running server looks for a SIGTERM every five
+of the server for a minute in which it answers nothing. Which child it was, it often does not say: where a rank is
+killed, the others lose their connection and report that first. And a running server looks for a SIGTERM every five
 seconds only. What becomes of Ctrl-C is in `interrupt`.
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import logging
 import os
 import signal
 import threading
@@ -31,12 +33,16 @@ if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
     from sglang.srt.server_args import PortArgs
 
+logger = logging.getLogger("sglang_patches")
+
 _IPC = "ipc://"
 _SHARED_MEMORY = "/dev/shm"
 # Between SIGKILL and the end of a process that writes files.
 _CHILDREN_END_SECONDS = 2.0
 # Process that launched the server -> its files; emptied as they are removed.
 _owned: dict[int, list[str]] = {}
+# What a person or a supervisor ends a process with.
+_ORDERLY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Seconds between looks for a SIGTERM: nothing against what ending takes, and few enough to cost nothing.
 _LOOK = 0.2
 
@@ -100,11 +106,35 @@ def _remove() -> None:
         resource_tracker.unregister(name, "shared_memory")
 
 
-def spare_resource_tracker(children: Sequence[psutil.Process]) -> list[psutil.Process]:
-    """``children``, which are about to be killed, without Python's resource tracker, which cleans up and ends by itself
-    once the others have ended."""
+def before_kill(children: Sequence[psutil.Process]) -> list[psutil.Process]:
+    """Those of `children`, which upstream is about to kill, that are to be killed; the log names the dead among them.
+
+    Python's resource tracker is none: it cleans up and ends by itself once the others have ended.
+    """
     interrupt.before_kill()
+    for child in children:
+        if (how := _ended_by(child)) and how not in _ORDERLY:
+            logger.error(_DEAD, child.pid, child.name(), how.name)
     return [child for child in children if not _is_resource_tracker(child)]
+
+
+_DEAD = (
+    "sglang-patches: clean-stop: process %d (%s) of this server was ended by %s, and the server ends with it. "
+    "If nobody sent that: SIGKILL is what the kernel sends where memory is short (`dmesg` has it), any other signal "
+    "comes from a crash of native code, whose last lines are above."
+)
+
+
+def _ended_by(child: psutil.Process) -> signal.Signals | None:
+    """The signal that ended `child`; None while it runs, after an exit, and where its end is not ours to know."""
+    try:
+        # Leaves the exit code where it is, for whoever waits for this child.
+        result = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except OSError:  # a grandchild, or waited for already: then upstream's watchdog has named it
+        return None
+    if result is None or result.si_code == os.CLD_EXITED:
+        return None
+    return signal.Signals(result.si_status)
 
 
 def _is_resource_tracker(process: psutil.Process) -> bool:
@@ -135,7 +165,7 @@ def exit_on_sigterm() -> None:
 def _kill_and_clean() -> None:
     """End the children without grace, and leave nothing behind."""
     with contextlib.suppress(Exception):
-        killed = spare_resource_tracker(psutil.Process().children(recursive=True))
+        killed = before_kill(psutil.Process().children(recursive=True))
         for child in killed:
             with contextlib.suppress(psutil.Error):
                 child.kill()

@@ -10,7 +10,7 @@ from typing import Any
 
 from sglang_patches.nccl import profile
 from sglang_patches.runtime import _outcome
-from sglang_patches.runtime._agreement import exchange, first_verdict
+from sglang_patches.runtime._agreement import before_refusing, exchange, first_verdict
 from sglang_patches.runtime.pcie_nccl_allreduce import decision as decisions
 from sglang_patches.runtime.pcie_nccl_allreduce import guard
 
@@ -37,6 +37,7 @@ def before_communicators(coordinator: Any, group_name: str) -> None:
     reports = exchange("settings", json.dumps(_report(wanted)), coordinator.rank, coordinator.ranks)
     found = {rank: None if text is None else json.loads(text) for rank, text in reports.items()}
     if problems := first_verdict("settings", "; ".join(_problems(wanted, found)), coordinator.ranks):
+        before_refusing("settings", coordinator.rank, [rank for rank, report in found.items() if report is not None])
         raise NcclSettingsMismatch(
             f"ranks of this server would not talk with the NCCL settings decided for it: {problems}. "
             "Start all ranks from one environment, with the same SGLANG_PATCHES; set NCCL variables before the server "
