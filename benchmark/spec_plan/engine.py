@@ -22,6 +22,7 @@ TOKEN_MODE = "real-draft-token"
 _DRAFT_TOKENS = 4
 _WARM_UP_TOKENS = 16
 _ANSWER_TOKENS = 64
+_BEST = 5
 
 
 @dataclass(frozen=True)
@@ -103,11 +104,13 @@ class Served:
         return json.loads(self._answer.read_text())
 
     def answer(self, prompt: list[int]) -> dict[str, Any]:
-        """One greedy answer: its ``tokens``, and by position the ``logprob`` of each (nats) and of the two best
+        """One greedy answer: its ``tokens``, and by position the ``logprob`` of each (nats) and of the five best
         tokens (``best``, pairs of token and nats).
         """
         params = {"temperature": 0, "max_new_tokens": _ANSWER_TOKENS, "ignore_eos": True}
-        got = self.engine.generate(input_ids=prompt, sampling_params=params, return_logprob=True, top_logprobs_num=2)
+        got = self.engine.generate(
+            input_ids=prompt, sampling_params=params, return_logprob=True, top_logprobs_num=_BEST
+        )
         told = got["meta_info"]
         tokens = [token for _, token, _ in told["output_token_logprobs"]]
         if len(tokens) != _ANSWER_TOKENS:

@@ -88,7 +88,7 @@ def sameness(engines: list[Engine]) -> list[dict[str, Any]]:
 
     Returns: rows with ``arm``, ``round``, ``answers``, ``equal`` (whole answers), ``noise_median`` and ``noise_most``
         (nats), and ``differences``: ``answer``, ``position``, ``none`` and ``other`` (tokens), ``gap`` (nats between
-        them; None where the other is not one of the two best of ``none``) and ``explained``.
+        them; None where the other is not one of the best that ``none`` told) and ``explained``.
     """
     reference = next((one for one in engines if one["arm"] == BASELINE and one["answers"]), None)
     if reference is None:

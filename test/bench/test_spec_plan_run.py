@@ -64,7 +64,8 @@ def test_it_breaks_even_where_the_cycles_take_the_time_of_none() -> None:
     assert row == {"batch_size": 4, "fixed": pytest.approx(2.0), "fixed_cycle_ms": pytest.approx(10.0)}
     assert summary.tables([], [row], [])[-1] == "| 4 | 2.00 | 10.00 |"
     # One accept length gives no line; nor do times that fall as cycles grow.
-    for timed in ({4.0: (0.7, 50)}, {4.0: (1.0, 50), 2.5: (0.7, 80)}):
+    unusable: list[dict[float | None, tuple[float, int]]] = [{4.0: (0.7, 50)}, {4.0: (1.0, 50), 2.5: (0.7, 80)}]
+    for timed in unusable:
         assert summary.break_even([engines[0], engine("fixed", 0, timed)], 200) == [{"batch_size": 4}]
 
 

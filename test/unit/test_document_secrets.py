@@ -159,6 +159,7 @@ def test_a_command_again_has_the_variables_that_steer_it() -> None:
         "SGLANG_PATCHES_CACHE": "/home/me/cache",
         "SGLANG_PATCHES_DIR": "/home/me/patches",
         "NVIDIA_REQUIRE_CUDA": "cuda>=13",
+        "NCCL_VERSION": "2.28.3-1",
         "HOME": "/home/me",
         "CUDA_VISIBLE_DEVICES": "GPU-8f3e1c2a-0b1d-4e5f-8a9b-0c1d2e3f4a5b",
     }

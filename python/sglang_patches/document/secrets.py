@@ -140,8 +140,9 @@ def line(arguments: Sequence[str], environ: Mapping[str, str], before: Mapping[s
 
 
 # Variables that make a command do something else. Of those in `_ALLOWED`, an image sets many for itself: they do not.
+# NCCL_VERSION is of NVIDIA's images, too: the package that is in them; NCCL reads no such variable.
 _STEERS = re.compile(
-    r"SGLANG_PATCHES|(SGLANG|SGL|NCCL|FLASHINFER|TRITON|TORCHINDUCTOR|PYTORCH)_\w+|CUDA_VISIBLE_DEVICES|"
+    r"SGLANG_PATCHES|(?!NCCL_VERSION)(SGLANG|SGL|NCCL|FLASHINFER|TRITON|TORCHINDUCTOR|PYTORCH)_\w+|CUDA_VISIBLE_DEVICES|"
     r"CUDA_DEVICE_ORDER|OMP_NUM_THREADS"
 )
 _PLACES = re.compile(r"\w+_(CACHE|CACHE_DIR|CACHE_DIRECTORY|HOME)|SGLANG_PATCHES_DIR")
