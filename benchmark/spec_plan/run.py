@@ -3,7 +3,7 @@
     sglang-patches spec plan --costs FOLDER --accept-length 2.69 --context 1024 --write plan.json
     python -m benchmark.spec_plan.run --plan plan.json --out benchmark/results/NAME/tokens.json
 
-Serves one TP-8 rank's share of Kimi-K2.5 (61 layers, int4, random weights, routers drawn) with acceptance pinned, as
+Serves one TP-8 rank's share of Kimi-K2.5 (61 layers, int4, random weights, all drawn) with acceptance pinned, as
 upstream's SGLANG_SIMULATE_ACC_LEN does, an engine for each arm and round: none, fixed and plan with the patches of
 SGLANG_PATCHES, upstream-none and upstream-fixed without any. Before that each answers a few prompts with acceptance as
 it is; their tokens and logprobs are compared. With several GPUs arms run at once and change GPUs every round; so
