@@ -57,8 +57,8 @@ def break_even(engines: list[Engine], tokens: int) -> list[dict[str, Any]]:
     accept lengths. Where it has the seconds of ``none``, so many cycles give `tokens` tokens.
 
     Returns: rows with ``batch_size``, and by arm ``<arm>`` (tokens a cycle) and ``<arm>_cycle_ms``, the line's slope.
-        Left out is an arm that was measured at fewer than two accept lengths, or whose times scatter more than they
-        grow with the cycles.
+        Left out is an arm that was measured at fewer than two accept lengths, or whose times scatter so much that the
+        line falls or begins below 0. Cycles are those of the first request: others take a few more or less.
     """
     rows = []
     for size in dict.fromkeys(row["batch_size"] for one in engines for row in one["batches"]):
@@ -73,7 +73,7 @@ def break_even(engines: list[Engine], tokens: int) -> list[dict[str, Any]]:
             passes = np.concatenate([batch["passes"] for batch in batches])
             slope, constant = np.polyfit(passes, np.concatenate([batch["seconds"] for batch in batches]), 1)
             over = float(np.median(np.concatenate(list(plain.values())))) - constant
-            if slope > 0 and over > 0:
+            if slope > 0 and constant >= 0 and over > 0:
                 row |= {arm: float(tokens * slope / over), f"{arm}_cycle_ms": float(slope * 1e3)}
         rows.append(row)
     return rows

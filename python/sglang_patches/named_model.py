@@ -49,6 +49,14 @@ def offline(environ: Mapping[str, str]) -> str:
     return f"{name}={environ[name]}" if name and environ[name].upper() in _TRUE else ""
 
 
+def _cache(environ: Mapping[str, str] | None) -> str | None:
+    """The hub's cache of whoever has these variables, as huggingface_hub finds it; None: this process's."""
+    given = environ or {}
+    if home := given.get("HF_HOME"):
+        home = str(Path(home).expanduser() / "hub")
+    return given.get("HF_HUB_CACHE") or given.get("HUGGINGFACE_HUB_CACHE") or home or None
+
+
 def revisions(server_args: Sequence[str]) -> tuple[str | None, str | None]:
     """The revisions of target and draft that arguments of ``sglang.launch_server`` ask for."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -65,7 +73,7 @@ def absence(model: str, environ: Mapping[str, str] | None = None, revision: str 
         environ: of whoever would ask the hub; None: this process's.
         revision: of a model of the hub; None: its newest here.
     """
-    folder = local_folder(model, revision, None)
+    folder = local_folder(model, revision, _cache(environ))
     if folder is not None and (folder / "config.json").is_file():
         return None
     if is_path(model):

@@ -37,6 +37,7 @@ class Model(torch.nn.Module):
         self.head = bare(ParallelLMHead, weight=dummy(512, 256))
         packed = torch.zeros(4, 16, 32, dtype=torch.int32)
         indices = torch.zeros(4, 0, dtype=torch.int32)
+        self.whole_experts = bare(FusedMoE, w13_weight=dummy(4, 64, 256))
         self.experts = bare(
             FusedMoE, w13_weight_packed=packed, w13_weight_scale=dummy(4, 8, 32), w13_weight_g_idx=indices
         )
@@ -53,12 +54,13 @@ def test_weights_are_drawn_to_keep_a_variance_of_one() -> None:
     scale = target.experts.w13_weight_scale.clone()
     draft = Model(target.embed.weight.data)
     own = torch.nn.ModuleList([target])  # a wrapper, as Kimi-K2.5's is
-    # 6 of the target, of which the draft shares its embedding.
-    assert values.draw([own, draft]) == 6 + 5
+    # 7 of the target, of which the draft shares its embedding.
+    assert values.draw([own, draft]) == 7 + 6
     for model in (target, draft):
         assert abs(float(model.embed.weight.std()) - 1) < 0.02
         assert abs(float(model.linear.weight.std()) * 1024**0.5 - 1) < 0.02
         assert abs(float(model.head.weight.std()) * 256**0.5 - 1) < 0.02
+        assert abs(float(model.whole_experts.w13_weight.std()) * 256**0.5 - 1) < 0.02
         assert bool((model.norm.weight == 1).all())
         assert not model.linear.bias.any()
         assert len(model.experts.w13_weight_packed.unique()) > 1000

@@ -333,7 +333,7 @@ def test_what_cannot_be_served_here_starts_nothing(tmp_path: Path, monkeypatch: 
     [
         ({"contexts": "32,4001"}, r"--contexts 4001: .* 96 tokens .* 4097 .*\n.*--model .*tiny-kimi allows 4096"),
         ({"contexts": "4000", "tokens": 33}, "remedy     --contexts of at most 3999"),
-        ({"contexts": "32", "server": ["--context-length", "5000"]}, "5000 positions are needed"),
+        ({"contexts": "32", "server": ["--context-length", "5000"]}, "--context-length 5000: --model .*tiny-kimi allows 4096 positions"),
         ({"contexts": "41000", "model": "", "draft": ""}, "the share allows 40960"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
@@ -363,7 +363,7 @@ def test_the_drafts_positions_count_where_it_is_served(monkeypatch: pytest.Monke
     arguments.check_positions(of, {"t": target, "d": draft}, [])
 
 
-@pytest.mark.parametrize(("option", "word"), [("weights", "fp4"), ("routers", "trained")])
+@pytest.mark.parametrize(("option", "word"), [("weights", "fp4"), ("drawn", "trained")])
 def test_an_unknown_share_is_refused_before_a_folder_is_made(tmp_path: Path, option: str, word: str) -> None:
     asked: dict[str, Any] = {option: word}
     with pytest.raises(PatchError, match=f"--{option} '{word}'\n +expected"):

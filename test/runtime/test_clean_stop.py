@@ -187,6 +187,18 @@ def test_children_that_a_signal_ended_are_named_and_the_resource_tracker_is_spar
             assert children[name].wait(10) == -how
         assert children["ended"].wait(10) == 0
         assert children["alive"].poll() is children["tracker"].poll() is None
+        # Upstream kills and comes again; what it killed itself is a zombie then, and no crash.
+        children["alive"].kill()
+        os.waitid(os.P_PID, children["alive"].pid, os.WEXITED | os.WNOWAIT)
+        caplog.clear()
+        clean_stop.before_kill([given["alive"]])
+        assert "was ended by" not in caplog.text
+        late = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+        children["late"] = late
+        late.send_signal(signal.SIGRTMIN + 1)  # which has no name
+        os.waitid(os.P_PID, late.pid, os.WEXITED | os.WNOWAIT)
+        clean_stop.before_kill([psutil.Process(late.pid)])
+        assert f"ended by {signal.SIGRTMIN + 1}," in caplog.text
     finally:
         for child in children.values():
             child.kill()

@@ -48,7 +48,8 @@ if __name__ == "__main__":
         except BaseException:
             print("hidden by the module that is imported", flush=True)
         sys.exit(3)
-    clean_stop.exit_on_sigterm()
+    if "other" not in sys.argv:
+        clean_stop.exit_on_sigterm()
     try:
         launch()
         if "uvicorn" in sys.argv:
@@ -178,6 +179,16 @@ def test_while_it_serves(warm: bool, tmp_path: Path, started: list[Foreground]) 
     server.press()
     when = " when the requests that run have ended" if warm else ""
     assert stopped_in_order(server.end(), f"stopping{when}; again: at once")
+    assert server.process.returncode == 0
+
+
+def test_a_server_of_another_kind_ends_its_children(tmp_path: Path, started: list[Foreground]) -> None:
+    """One that upstream launches elsewhere, so that nobody said that there are children: sent to it alone, as by a
+    supervisor, SIGINT runs its own way out."""
+    server = start(started, tmp_path, "other")
+    server.wait_for("loads")
+    os.kill(server.process.pid, signal.SIGINT)
+    assert stopped_in_order(server.end(), "stopping")
     assert server.process.returncode == 0
 
 

@@ -161,6 +161,19 @@ def test_a_model_of_the_hub_that_is_here_needs_no_network(tmp_path: Path, monkey
     assert asked == [("a/b", "v2"), ("c/d", "v3")]
 
 
+def test_a_model_is_looked_for_in_the_servers_cache(tmp_path: Path) -> None:
+    """A recipe may give its server another HF_HOME than this process has."""
+    kept = tmp_path / "hub/models--own--m"
+    (kept / "refs").mkdir(parents=True)
+    (kept / "refs/main").write_text("0" * 40)
+    (kept / "snapshots" / ("0" * 40)).mkdir(parents=True)
+    (kept / "snapshots" / ("0" * 40) / "config.json").write_text("{}")
+    offline = {"HF_HUB_OFFLINE": "1"}
+    assert named_model.absence("own/m", offline) is not None
+    assert named_model.absence("own/m", {**offline, "HF_HOME": str(tmp_path)}) is None
+    assert named_model.absence("own/m", {**offline, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HOME": "/x"}) is None
+
+
 @pytest.mark.parametrize("content", ["{", "[]"])
 def test_a_broken_configuration_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content)

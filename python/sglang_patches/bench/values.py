@@ -15,8 +15,8 @@ def draw(models: Iterable[Any]) -> int:
     """Draw the weights of these models from normal distributions, in every process the same.
 
     Matrices get a standard deviation of 1 / sqrt(inputs), so that what goes in with a variance of 1 comes out with it;
-    routers, too, without a correction bias; embeddings 1; norms are 1 and biases 0. Of experts only packed integers are
-    drawn, which upstream leaves as the memory was; their scales stay. In place, so that captured graphs see it; what
+    routers, too, without a correction bias; embeddings 1; norms are 1 and biases 0. Packed experts get random integers,
+    which upstream leaves as the memory was; their scales stay. In place, so that captured graphs see it; what
     upstream derives from ``kv_b_proj`` when it loads a model (`DeepseekV2WeightLoaderMixin.post_load_weights`) is
     derived again. A weight that two models share is drawn once.
 
@@ -31,8 +31,10 @@ def draw(models: Iterable[Any]) -> int:
         for module in model.modules():
             experts = isinstance(module, FusedMoE)
             for name, weight in module.named_parameters(recurse=False):
-                packed = experts and weight.dtype == torch.int32 and "weight" in name and weight.dim() == 3
-                if weight.data_ptr() in seen or not (packed or (weight.is_floating_point() and not experts)):
+                of_expert = experts and weight.dim() == 3 and "weight" in name and "scale" not in name
+                packed = of_expert and weight.dtype == torch.int32
+                drawn = packed or (weight.is_floating_point() and (of_expert or not experts))
+                if weight.data_ptr() in seen or not drawn:
                     continue
                 seen.add(weight.data_ptr())
                 generator = torch.Generator(weight.device).manual_seed(len(seen))

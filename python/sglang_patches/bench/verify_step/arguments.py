@@ -46,6 +46,11 @@ def check_positions(grid: Grid, models: Mapping[str, Mapping[str, Any]], extra: 
         if allowed < needed:
             least = allowed - grid.room
             remedy = f"--contexts of at most {least}" if least > 0 else "a model with more positions"
+            if longest + grid.room <= allowed:
+                raise PatchError(
+                    f"--context-length {asked}: {what} allows {allowed} positions\n"
+                    f"  remedy     leave it out, since {longest + grid.room} are needed; or at most {allowed}"
+                )
             raise PatchError(
                 f"--contexts {longest}: with {grid.room} tokens of room for what is generated (--tokens) and verified, "
                 f"{needed} positions are needed\n"

@@ -41,6 +41,8 @@ _SHARED_MEMORY = "/dev/shm"
 _CHILDREN_END_SECONDS = 2.0
 # Process that launched the server -> its files; emptied as they are removed.
 _owned: dict[int, list[str]] = {}
+# What `before_kill` was given: their end is this process's doing.
+_killed: set[psutil.Process] = set()
 # What a person or a supervisor ends a process with.
 _ORDERLY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Seconds between looks for a SIGTERM: nothing against what ending takes, and few enough to cost nothing.
@@ -113,9 +115,18 @@ def before_kill(children: Sequence[psutil.Process]) -> list[psutil.Process]:
     """
     interrupt.before_kill()
     for child in children:
-        if (how := _ended_by(child)) and how not in _ORDERLY:
-            logger.error(_DEAD, child.pid, child.name(), how.name)
+        # Upstream comes here more than once, and leaves those that it killed as zombies.
+        if child not in _killed and (how := _ended_by(child)) and how not in _ORDERLY:
+            logger.error(_DEAD, child.pid, _name(child), how.name if isinstance(how, signal.Signals) else how)
+    _killed.update(children)
     return [child for child in children if not _is_resource_tracker(child)]
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return process.name()
+    except psutil.Error:
+        return "gone"
 
 
 _DEAD = (
@@ -125,7 +136,7 @@ _DEAD = (
 )
 
 
-def _ended_by(child: psutil.Process) -> signal.Signals | None:
+def _ended_by(child: psutil.Process) -> int | None:
     """The signal that ended `child`; None while it runs, after an exit, and where its end is not ours to know."""
     try:
         # Leaves the exit code where it is, for whoever waits for this child.
@@ -134,7 +145,9 @@ def _ended_by(child: psutil.Process) -> signal.Signals | None:
         return None
     if result is None or result.si_code == os.CLD_EXITED:
         return None
-    return signal.Signals(result.si_status)
+    with contextlib.suppress(ValueError):  # real-time signals have numbers only
+        return signal.Signals(result.si_status)
+    return int(result.si_status)
 
 
 def _is_resource_tracker(process: psutil.Process) -> bool:

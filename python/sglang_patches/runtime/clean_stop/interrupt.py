@@ -15,6 +15,7 @@ import atexit
 import contextlib
 import functools
 import logging
+import multiprocessing
 import os
 import signal
 import sys
@@ -101,7 +102,8 @@ def serves(manager: TokenizerManager) -> None:
 def deaf(launch: Callable[P, R]) -> Callable[P, R]:
     """Around a function that starts processes: they and what they start ignore SIGINT, where this process handles it.
 
-    What is pressed meanwhile is heard afterwards.
+    What is pressed meanwhile is heard afterwards, or, where this process has other threads, may be lost: that lasts as
+    long as the processes take to start, and it may be pressed again.
     """
 
     @functools.wraps(launch)
@@ -140,8 +142,9 @@ def before_own_kill() -> None:
 
 def _interrupted(signum: int, frame: FrameType | None) -> None:
     _ask()
-    if _State.end is None:
+    if _State.end is None and not multiprocessing.active_children():
         # Nothing is there to be ended; and an exception would come up in the midst of an import, some of which hide it.
+        # Other servers of upstream's (diffusion, an encoder alone) have children without `before_children`.
         _say_stopped(os.getpid())
         os._exit(0)
     raise SystemExit(0)  # upstream ends its children on the way out
