@@ -228,7 +228,7 @@ def test_anothers_server_on_our_port_is_not_measured(
     ) as other:
         other.wait_ready(60)
         ports = [int(other.url.rpartition(":")[2]), server.free_port()]
-        monkeypatch.setattr(server, "free_port", lambda: ports.pop(0))
+        monkeypatch.setattr(server, "free_port", lambda _host: ports.pop(0))
         said: list[str] = []
         turn, _samples = one_turn(made, arm(series, fake, "env:FAKE_LATE=5"), 0, 0, said.append)
     assert turn.figures

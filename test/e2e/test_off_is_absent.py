@@ -33,18 +33,24 @@ WATCH = textwrap.dedent(
 
     def watch(out):
         while True:
-            modules = {name: module for name, module in list(sys.modules.items()) if name.partition(".")[0] == "sglang"}
-            seen = {
-                "meta_path": [type(entry).__module__ for entry in sys.meta_path],
-                "files": {n: m.__spec__.origin for n, m in modules.items() if getattr(m, "__spec__", None)},
-                "loaders": sorted({type(m.__spec__.loader).__module__ for m in modules.values() if m.__spec__}),
-                "ours": sorted(name for name in list(sys.modules) if name.partition(".")[0] == "sglang_patches"),
-                "title": open("/proc/self/cmdline").read().replace(chr(0), " "),
-            }
-            with open(out + ".new", "w") as file:
-                json.dump(seen, file)
-            os.replace(out + ".new", out)
+            try:
+                look(out)
+            except Exception:  # a module that is half imported
+                pass
             time.sleep(0.3)
+
+    def look(out):
+        modules = {name: module for name, module in list(sys.modules.items()) if name.partition(".")[0] == "sglang"}
+        seen = {
+            "meta_path": [type(entry).__module__ for entry in sys.meta_path],
+            "files": {n: m.__spec__.origin for n, m in modules.items() if getattr(m, "__spec__", None)},
+            "loaders": sorted({type(m.__spec__.loader).__module__ for m in modules.values() if m.__spec__}),
+            "ours": sorted(name for name in list(sys.modules) if name.partition(".")[0] == "sglang_patches"),
+            "title": open("/proc/self/cmdline").read().replace(chr(0), " "),
+        }
+        with open(out + ".new", "w") as file:
+            json.dump(seen, file)
+        os.replace(out + ".new", out)
 
     out = os.path.join(os.environ["SEEN_FOLDER"], str(os.getpid()))
     threading.Thread(target=watch, args=(out,), daemon=True).start()

@@ -81,6 +81,12 @@ def kill_process_tree(pid, include_parent):
 """
 
 
+def _as_from_a_terminal() -> None:
+    """The tests may be a shell's background job, or nohup's, which ignore these."""
+    for signum in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_DFL)
+
+
 class Foreground:
     """A process group of its own, to all of which `press` sends SIGINT as a terminal does."""
 
@@ -94,8 +100,7 @@ class Foreground:
         self.process = subprocess.Popen(
             [sys.executable, "-m", module, *words], cwd=folder, env={"SGLANG_PATCHES": "none"}, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-            # The tests may be a shell's background job, which ignores it.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            preexec_fn=_as_from_a_terminal,
         )  # fmt: skip
         self.children: list[psutil.Process] = []
         self.said: list[str] = []

@@ -13,7 +13,7 @@ import torch
 from sglang.srt.distributed.device_communicators import pynccl
 from sglang.srt.distributed.utils import StatelessProcessGroup
 
-from sglang_patches.runtime import _outcome
+from sglang_patches.runtime import _outcome, cpu_tensor_parallel
 from sglang_patches.runtime.pcie_nccl_allreduce import guard
 from sglang_patches.runtime.pcie_nccl_allreduce.decision import PATCH
 
@@ -240,6 +240,8 @@ def make(monkeypatch: pytest.MonkeyPatch, cuda: Cuda) -> Any:
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "Stream", lambda: SimpleNamespace(synchronize=lambda: None))
     monkeypatch.setattr(Nccl, "made", [])
+    # The CPU stands for a GPU here.
+    monkeypatch.setattr(cpu_tensor_parallel, "refuse_cpu", lambda device: None)
     return lambda group: pynccl.PyNcclCommunicator(group, "cpu")
 
 
