@@ -189,12 +189,9 @@ def _failed(process: subprocess.Popen[bytes]) -> bool:
 
 def _write(out: Path, result: dict[str, Any], tokens: int) -> None:
     result["when"] = datetime.now(UTC).isoformat(timespec="seconds")
-    engines = result["engines"]
-    result["summary"] = summary.speeds(engines, tokens)
-    result["break_even"] = summary.break_even(engines, tokens)
-    result["answers"] = summary.sameness(engines)
+    result |= summary.of(result["engines"], tokens)
     out.write_text(json.dumps(result) + "\n")
-    print("\n".join(summary.tables(result["summary"], result["break_even"], result["answers"])), flush=True)
+    print("\n".join(summary.tables(result, differences=False)), flush=True)
 
 
 if __name__ == "__main__":

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import argparse
+import json
+import sys
+from itertools import combinations, pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmark.spec_plan.engine import ARMS
+from sglang_patches.bench import statistics
 
 Engine = dict[str, Any]
 #: What others are compared to.
 BASELINE = "none"
+
+
+def of(engines: list[Engine], tokens: int) -> dict[str, Any]:
+    """All that is told of engines: ``summary``, ``break_even``, ``answers`` and ``partings``."""
+    rows = speeds(engines, tokens)
+    told = {"summary": rows, "break_even": break_even(rows)}
+    return {**told, "answers": sameness(engines), "partings": partings(engines)}
 
 
 def speeds(engines: list[Engine], tokens: int) -> list[dict[str, Any]]:
@@ -21,7 +34,9 @@ def speeds(engines: list[Engine], tokens: int) -> list[dict[str, Any]]:
         tokens: of each answer.
 
     Returns: rows with ``batch_size``, ``accept_length`` (None where no arm speculates), ``<arm>`` (tokens per second,
-        median of all repeats), ``<arm>_over_none`` (of the medians) and ``<arm>_least`` (the least ratio among rounds).
+        median of all repeats) and ``<arm>_over_none``, a `statistics.Comparison` of the rounds that have both arms: the
+        geometric mean of their ratios, its interval and a verdict. Each interval is meant by itself: of 20 rows that
+        say 95 % one is expected to be wrong.
     """
     lengths = sorted({row["accept_length"] for one in engines for row in one["batches"]} - {None}) or [None]
     rows = []
@@ -32,10 +47,14 @@ def speeds(engines: list[Engine], tokens: int) -> list[dict[str, Any]]:
             for arm, rounds in taken.items():
                 row[arm] = size * tokens / float(np.median(np.concatenate(list(rounds.values()))))
             for arm, rounds in taken.items():
-                both = [number for number in rounds if arm != BASELINE and number in taken.get(BASELINE, {})]
-                if both:
-                    ratios = [np.median(taken[BASELINE][number]) / np.median(rounds[number]) for number in both]
-                    row |= {f"{arm}_over_none": row[arm] / row[BASELINE], f"{arm}_least": float(min(ratios))}
+                both = sorted(set(rounds) & set(taken.get(BASELINE, {})))
+                if arm != BASELINE and both:
+                    rates = [
+                        [1 / float(np.median(measured[number])) for number in both]
+                        for measured in (taken[BASELINE], rounds)
+                    ]
+                    compared = statistics.compare(*rates, higher_is_better=True, figure=f"batches of {size} a second")
+                    row[f"{arm}_over_none"] = compared.document()
             rows.append(row)
     return rows
 
@@ -50,33 +69,72 @@ def _seconds(engines: list[Engine], size: int, length: float | None) -> dict[str
     return taken
 
 
-def break_even(engines: list[Engine], tokens: int) -> list[dict[str, Any]]:
+def break_even(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The accept length at which each speculating arm gives as many tokens per second as ``none``.
 
-    An answer takes a constant and its cycles, so seconds are a line in the number of cycles, through all answers at all
-    accept lengths. Where it has the seconds of ``none``, so many cycles give `tokens` tokens.
+    Never extrapolated: an answer's cycles are not all alike, and a line through two accept lengths far above says
+    little.
 
-    Returns: rows with ``batch_size``, and by arm ``<arm>`` (tokens a cycle) and ``<arm>_cycle_ms``, the line's slope.
-        Left out is an arm that was measured at fewer than two accept lengths, or whose times scatter so much that the
-        line falls or begins below 0. Cycles are those of the first request: others take a few more or less.
+    Args:
+        rows: of `speeds`.
+
+    Returns: rows with ``batch_size`` and by arm ``<arm>``: a pair of accept lengths that it lies between (between two
+        that were measured the ratio is taken to be a line, so both are the same); (None, x) where the arm gains at all
+        that were measured, the least being x; (x, None) where it gains at none, the greatest being x.
     """
-    rows = []
-    for size in dict.fromkeys(row["batch_size"] for one in engines for row in one["batches"]):
+    told = []
+    for size in dict.fromkeys(row["batch_size"] for row in rows):
         row: dict[str, Any] = {"batch_size": size}
-        plain = _seconds(engines, size, None).get(BASELINE)
-        for arm in ARMS:
-            batches = [
-                batch for one in engines if one["arm"] == arm for batch in one["batches"] if batch["batch_size"] == size
-            ]
-            if plain is None or len({batch["accept_length"] for batch in batches}) < 2:
-                continue
-            passes = np.concatenate([batch["passes"] for batch in batches])
-            slope, constant = np.polyfit(passes, np.concatenate([batch["seconds"] for batch in batches]), 1)
-            over = float(np.median(np.concatenate(list(plain.values())))) - constant
-            if slope > 0 and constant >= 0 and over > 0:
-                row |= {arm: float(tokens * slope / over), f"{arm}_cycle_ms": float(slope * 1e3)}
-        rows.append(row)
-    return rows
+        for arm in (arm for arm in ARMS if ARMS[arm].speculates):
+            points = sorted(
+                (one["accept_length"], one[f"{arm}_over_none"]["ratio"])
+                for one in rows
+                if one["batch_size"] == size and f"{arm}_over_none" in one
+            )
+            if points:
+                row[arm] = _crossing(points)
+        told.append(row)
+    return [row for row in told if len(row) > 1]
+
+
+def _crossing(points: list[tuple[float, float]]) -> tuple[float | None, float | None]:
+    for (left, below), (right, above) in pairwise(points):
+        if below < 1 <= above:
+            at = left + (right - left) * (1 - below) / (above - below)
+            return at, at
+    return (None, points[0][0]) if points[0][1] >= 1 else (points[-1][0], None)
+
+
+def partings(engines: list[Engine]) -> list[dict[str, Any]]:
+    """How often greedy answers of two engines part, by pair of arms.
+
+    Two answers are compared up to their first difference; after it they are answers to different texts. So the rate
+    is that of a first difference at a token where none was before, and may be held against the rate of a pair of
+    engines that serve alike.
+
+    Returns: rows with ``arms`` (a pair, alphabetic), ``pairs`` (of engines), ``answers``, ``equal`` (whole answers),
+        ``tokens`` (compared, the first different one included) and ``per_thousand`` (first differences).
+    """
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    for one, other in combinations([engine for engine in engines if engine["answers"]], 2):
+        arms = (min(one["arm"], other["arm"]), max(one["arm"], other["arm"]))
+        row = rows.setdefault(arms, {"arms": arms, "pairs": 0, "answers": 0, "equal": 0, "tokens": 0})
+        row["pairs"] += 1
+        for first, second in zip(one["answers"], other["answers"], strict=True):
+            length = len(first["tokens"])
+            at = _parts(first, second)
+            row["answers"] += 1
+            row["equal"] += at == length
+            row["tokens"] += min(at + 1, length)
+    for row in rows.values():
+        row["per_thousand"] = 1000 * (row["answers"] - row["equal"]) / row["tokens"]
+    return list(rows.values())
+
+
+def _parts(one: dict[str, Any], other: dict[str, Any]) -> int:
+    """Position of the first token that differs; the length where none does."""
+    pairs = zip(one["tokens"], other["tokens"], strict=True)
+    return next((position for position, (a, b) in enumerate(pairs) if a != b), len(one["tokens"]))
 
 
 def sameness(engines: list[Engine]) -> list[dict[str, Any]]:
@@ -100,13 +158,12 @@ def _same(one: Engine, reference: Engine) -> dict[str, Any]:
     noise: list[float] = []
     differences: list[dict[str, Any]] = []
     for number, (other, plain) in enumerate(zip(one["answers"], reference["answers"], strict=True)):
-        pairs = list(zip(plain["tokens"], other["tokens"], strict=True))
-        at = next((position for position, (a, b) in enumerate(pairs) if a != b), len(pairs))
+        at = _parts(plain, other)
         noise += [abs(a - b) for a, b in zip(plain["logprob"][:at], other["logprob"][:at], strict=True)]
-        if at < len(pairs):
-            best = dict(plain["best"][at])
-            gap = best[pairs[at][0]] - best[pairs[at][1]] if pairs[at][1] in best else None
-            told = {"answer": number, "position": at, "none": pairs[at][0], "other": pairs[at][1], "gap": gap}
+        if at < len(plain["tokens"]):
+            ours, theirs, best = plain["tokens"][at], other["tokens"][at], dict(plain["best"][at])
+            gap = best[ours] - best[theirs] if theirs in best else None
+            told = {"answer": number, "position": at, "none": ours, "other": theirs, "gap": gap}
             differences.append(told)
     most = max(noise, default=0.0)
     for told in differences:
@@ -122,45 +179,87 @@ def _same(one: Engine, reference: Engine) -> dict[str, Any]:
     }
 
 
-def tables(rows: list[dict[str, Any]], even: list[dict[str, Any]], same: list[dict[str, Any]]) -> list[str]:
-    """Lines of Markdown: speeds, accept lengths that break even, and answers."""
+def tables(result: dict[str, Any], *, differences: bool = True) -> list[str]:
+    """Lines of Markdown of what `of` returns; `differences`: each first difference of two answers, too."""
+    parts = [_speed_lines(result["summary"], result["break_even"]), _answer_lines(result["answers"])]
+    parts += [_difference_lines(result["answers"])] if differences else []
+    parts += [_parting_lines(result["partings"])]
     lines: list[str] = []
+    for part in parts:
+        lines += [*([""] if lines and part else []), *part]
+    return lines
+
+
+def _speed_lines(rows: list[dict[str, Any]], even: list[dict[str, Any]]) -> list[str]:
     arms = [arm for arm in ARMS if any(arm in row for row in rows)]
     gains = [arm for arm in arms if any(f"{arm}_over_none" in row for row in rows)]
-    if arms:
-        heads = [*(f"{arm}, tok/s" for arm in arms), *(f"{arm} / none (least round)" for arm in gains)]
-        lines += _head(["batch", "accept length", *heads])
+    if not arms:
+        return []
+    heads = [*(f"{arm}, tok/s" for arm in arms), *(f"{arm} / none (interval, rounds)" for arm in gains)]
+    told = [arm for arm in gains if any(arm in row for row in even)]
+    lines = _head(["batch", "accept length", *heads, *(f"{arm} breaks even" for arm in told)])
     for row in rows:
         length = "-" if row["accept_length"] is None else f"{row['accept_length']:g}"
         cells = [str(row["batch_size"]), length, *(f"{row[arm]:.0f}" if arm in row else "-" for arm in arms)]
-        for arm in gains:
-            known = f"{arm}_over_none" in row
-            cells.append(f"{row[f'{arm}_over_none']:.3f} ({row[f'{arm}_least']:.3f})" if known else "-")
+        cells += [_ratio(row.get(f"{arm}_over_none")) for arm in gains]
+        at = next((one for one in even if one["batch_size"] == row["batch_size"]), {})
+        lines.append(_line([*cells, *(_even(at.get(arm)) for arm in told)]))
+    return lines
+
+
+def _ratio(compared: dict[str, Any] | None) -> str:
+    if compared is None:
+        return "-"
+    told = f"{compared['ratio']:.3f}"
+    if compared["rounds"] < 2:
+        return f"{told} (one round)"
+    interval = f"{compared['low']:.3f} to {compared['high']:.3f}"
+    return f"{told} ({interval}, {compared['rounds']}) {compared['verdict']}"
+
+
+def _even(between: tuple[float | None, float | None] | None) -> str:
+    if between is None:
+        return "-"
+    low, high = between
+    if low is None:
+        return f"below {high:g}"
+    return f"above {low:g}" if high is None else f"{low:.2f}"
+
+
+def _answer_lines(same: list[dict[str, Any]]) -> list[str]:
+    if not same:
+        return []
+    lines = _head(
+        ["arm", "round", "answers as of none", "noise, nats: median", "most", "first differences explained by it"]
+    )
+    for row in same:
+        explained = sum(told["explained"] for told in row["differences"])
+        noise = [f"{row['noise_median']:.2g}", f"{row['noise_most']:.2g}"]
+        cells = [row["arm"], str(row["round"]), f"{row['equal']} of {row['answers']}", *noise]
+        lines.append(_line([*cells, f"{explained} of {len(row['differences'])}"]))
+    return lines
+
+
+def _difference_lines(same: list[dict[str, Any]]) -> list[str]:
+    if not any(row["differences"] for row in same):
+        return []
+    lines = _head(["arm", "round", "answer", "token at", "none's", "its own", "apart in none, nats"])
+    for row in same:
+        for told in row["differences"]:
+            gap = "not among the best" if told["gap"] is None else f"{told['gap']:.3f}"
+            cells = [told["answer"], told["position"], told["none"], told["other"]]
+            lines.append(_line([row["arm"], str(row["round"]), *map(str, cells), gap]))
+    return lines
+
+
+def _parting_lines(rows: list[dict[str, Any]]) -> list[str]:
+    if not rows:
+        return []
+    lines = _head(["engines", "pairs", "whole answers equal", "tokens compared", "first differences per 1,000"])
+    for row in rows:
+        equal = f"{row['equal']} of {row['answers']}"
+        cells = [" and ".join(row["arms"]), str(row["pairs"]), equal, str(row["tokens"]), f"{row['per_thousand']:.0f}"]
         lines.append(_line(cells))
-    told = [arm for arm in ARMS if any(arm in row for row in even)]
-    if told:
-        heads = [words for arm in told for words in (f"{arm} breaks even at", "its cycle, ms")]
-        lines += ["", *_head(["batch", *heads])]
-        for row in even:
-            cells = [str(row["batch_size"])]
-            for arm in told:
-                cells += [f"{row[arm]:.2f}", f"{row[f'{arm}_cycle_ms']:.2f}"] if arm in row else ["-", "-"]
-            lines.append(_line(cells))
-    if same:
-        heads = [
-            "arm",
-            "round",
-            "answers as of none",
-            "noise, nats: median",
-            "most",
-            "first differences explained by it",
-        ]
-        lines += ["", *_head(heads)]
-        for row in same:
-            explained = sum(told["explained"] for told in row["differences"])
-            noise = [f"{row['noise_median']:.2g}", f"{row['noise_most']:.2g}"]
-            cells = [row["arm"], str(row["round"]), f"{row['equal']} of {row['answers']}", *noise]
-            lines.append(_line([*cells, f"{explained} of {len(row['differences'])}"]))
     return lines
 
 
@@ -170,3 +269,36 @@ def _line(cells: list[str]) -> str:
 
 def _head(cells: list[str]) -> list[str]:
     return [_line(cells), "|" + "---|" * len(cells)]
+
+
+def together(results: list[dict[str, Any]]) -> list[Engine]:
+    """Engines of several results, each result with rounds of its own, so that their answers can be compared.
+
+    Raises ValueError where other models or prompts were served.
+    """
+    engines: list[Engine] = []
+    served = [{name: result["work"][name] for name in ("layers", "weights", "pair", "context")} for result in results]
+    if any(one != served[0] for one in served):
+        raise ValueError(f"other models or prompts: {served}")
+    for result in results:
+        begun = 1 + max((one["round"] for one in engines), default=-1)
+        engines += [{**one, "round": begun + one["round"]} for one in result["engines"]]
+    return engines
+
+
+def main() -> int:
+    """Print the tables of one result, or how the answers of several compare; returns the exit status."""
+    parser = argparse.ArgumentParser(description="Tables of what benchmark.spec_plan.run wrote, in Markdown.")
+    parser.add_argument("file", type=Path, nargs="+", help="several: how often answers of all their engines part")
+    results = [json.loads(file.read_text()) for file in parser.parse_args().file]
+    if len(results) == 1:
+        told = of(results[0]["engines"], results[0]["work"]["tokens"])
+    else:
+        engines = together(results)
+        told = {"summary": [], "break_even": [], "answers": sameness(engines), "partings": partings(engines)}
+    print("\n".join(tables(told)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -34,7 +34,10 @@ def engine(arm: str, number: int, timed: dict[float | None, tuple[float, int]], 
     return {"arm": arm, "round": number, "batches": batches, "answers": []}
 
 
-def test_ratios_are_of_one_round_and_the_least_is_told() -> None:
+NOTHING: dict[str, Any] = {"summary": [], "break_even": [], "answers": [], "partings": []}
+
+
+def test_ratios_are_paired_by_round_and_have_an_interval() -> None:
     engines = [
         engine("none", 0, {None: (1.0, 10)}),
         engine("plan", 0, {2.5: (0.5, 4), 5.0: (0.25, 2)}),
@@ -45,28 +48,95 @@ def test_ratios_are_of_one_round_and_the_least_is_told() -> None:
     assert (first["batch_size"], first["accept_length"], second["accept_length"]) == (4, 2.5, 5.0)
     assert first["none"] == second["none"] == pytest.approx(40 / 1.5)
     assert (first["plan"], second["plan"]) == (pytest.approx(40 / 1.05), pytest.approx(40 / 0.525))
-    assert first["plan_over_none"] == pytest.approx(1.5 / 1.05)
-    assert (first["plan_least"], second["plan_least"]) == (pytest.approx(1.25), pytest.approx(2.5))
-    assert summary.tables([first], [], []) == [
-        "| batch | accept length | none, tok/s | plan, tok/s | plan / none (least round) |",
+    compared = first["plan_over_none"]
+    # Twice as fast in one round, 1.25 times in the other; Student's t with one degree of freedom reaches far.
+    assert (compared["ratio"], compared["rounds"]) == (pytest.approx(2.5**0.5), 2)
+    assert (compared["low"], compared["high"]) == (pytest.approx(0.07983, rel=1e-3), pytest.approx(31.316, rel=1e-3))
+    assert compared["verdict"] == "AMBIGUOUS"
+    assert summary.tables({**NOTHING, "summary": [first]}) == [
+        "| batch | accept length | none, tok/s | plan, tok/s | plan / none (interval, rounds) |",
         "|---|---|---|---|---|",
-        "| 4 | 2.5 | 27 | 38 | 1.429 (1.250) |",
+        "| 4 | 2.5 | 27 | 38 | 1.581 (0.080 to 31.316, 2) AMBIGUOUS |",
     ]
     (alone,) = summary.speeds(engines[:1], 10)
     assert alone == {"batch_size": 4, "accept_length": None, "none": pytest.approx(40.0)}
-    assert summary.speeds([], 10) == summary.break_even([], 10) == summary.tables([], [], []) == []
+    (row, _) = summary.speeds(engines[:2], 10)
+    assert row["plan_over_none"]["high"] is None, "JSON has no infinity"
+    assert summary.tables({**NOTHING, "summary": [row]})[-1] == "| 4 | 2.5 | 40 | 80 | 2.000 (one round) |"
+    assert summary.of([], 10) == NOTHING
+    assert summary.tables(NOTHING) == []
 
 
-def test_it_breaks_even_where_the_cycles_take_the_time_of_none() -> None:
-    # 0.2 s and 10 ms a cycle; none takes 1.2 s for 200 tokens, in which 100 cycles go.
-    engines = [engine("none", 0, {None: (1.2, 200)}), engine("fixed", 0, {4.0: (0.7, 50), 2.5: (1.0, 80)})]
-    (row,) = summary.break_even(engines, tokens=200)
-    assert row == {"batch_size": 4, "fixed": pytest.approx(2.0), "fixed_cycle_ms": pytest.approx(10.0)}
-    assert summary.tables([], [row], [])[-1] == "| 4 | 2.00 | 10.00 |"
-    # One accept length gives no line; nor do times that fall as cycles grow.
-    unusable: list[dict[float | None, tuple[float, int]]] = [{4.0: (0.7, 50)}, {4.0: (1.0, 50), 2.5: (0.7, 80)}]
-    for timed in unusable:
-        assert summary.break_even([engines[0], engine("fixed", 0, timed)], 200) == [{"batch_size": 4}]
+def test_rounds_that_agree_tell_which_arm_is_faster() -> None:
+    engines = [engine("none", number, {None: (2.0, 10)}) for number in range(2)]
+    engines += [engine("fixed", number, {2.5: (1.0 + number / 1000, 4)}) for number in range(2)]
+    engines += [engine("upstream-none", number, {None: (2.0 + number / 1000, 10)}) for number in range(2)]
+    (row,) = summary.speeds(engines, 10)
+    assert row["fixed_over_none"]["verdict"] == "FASTER"
+    assert row["upstream-none_over_none"]["verdict"] == "SAME"
+
+
+def test_where_it_breaks_even_is_never_extrapolated() -> None:
+    def rows(*seconds: float) -> list[dict[str, Any]]:
+        timed = {length: (took, 1) for length, took in zip((1.5, 2.5, 3.5), seconds, strict=False)}
+        return summary.speeds([engine("none", 0, {None: (1.0, 10)}), engine("fixed", 0, {**timed})], 10)
+
+    # Ratios of 0.8 and 1.6: 1 lies a quarter of the way from 1.5 to 2.5.
+    (between,) = summary.break_even(rows(1 / 0.8, 1 / 1.6, 1 / 2))
+    assert between == {"batch_size": 4, "fixed": (pytest.approx(1.75), pytest.approx(1.75))}
+    assert summary.break_even(rows(0.9, 0.8)) == [{"batch_size": 4, "fixed": (None, 1.5)}]
+    assert summary.break_even(rows(1.3, 1.2)) == [{"batch_size": 4, "fixed": (2.5, None)}]
+    assert summary.break_even(summary.speeds([engine("none", 0, {None: (1.0, 10)})], 10)) == []
+    for seconds, told in (((1 / 0.8, 1 / 1.6), "1.75"), ((0.9, 0.8), "below 1.5"), ((1.3, 1.2), "above 2.5")):
+        result = {**NOTHING, "summary": rows(*seconds), "break_even": summary.break_even(rows(*seconds))}
+        lines = summary.tables(result)
+        assert lines[0].endswith("| fixed breaks even |")
+        assert all(line.endswith(f"| {told} |") for line in lines[2:])
+
+
+def test_a_rate_of_partings_counts_tokens_up_to_the_first_difference() -> None:
+    def answers(arm: str, *tokens: list[int]) -> dict[str, Any]:
+        return {"arm": arm, "round": 0, "batches": [], "answers": [{"tokens": one} for one in tokens]}
+
+    engines = [
+        answers("none", [1, 2, 3, 4], [5, 6, 7, 8]),
+        answers("fixed", [1, 9, 3, 4], [5, 6, 7, 8]),
+        answers("fixed", [1, 9, 3, 4], [5, 6, 7, 0]),
+        {**answers("plan"), "answers": []},
+    ]
+    with_none, among = summary.partings(engines)
+    assert with_none == {
+        "arms": ("fixed", "none"), "pairs": 2, "answers": 4, "equal": 1, "tokens": 2 + 4 + 2 + 4, "per_thousand": 250.0,
+    }  # fmt: skip
+    assert (among["arms"], among["equal"], among["tokens"], among["per_thousand"]) == (("fixed", "fixed"), 1, 8, 125.0)
+    assert summary.tables({**NOTHING, "partings": [with_none]})[-1] == "| fixed and none | 2 | 1 of 4 | 12 | 250 |"
+
+
+def test_results_are_put_together_with_rounds_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    work = {"layers": 61, "weights": "int4", "pair": None, "context": 8, "tokens": 10}
+    best = [[(1, -1.0), (2, -1.0)]]
+    one, other = ({"tokens": [token], "logprob": [-1.0], "best": best} for token in (1, 2))
+    results = [
+        {"work": work, "engines": [{**engine("none", 0, {None: (1.0, 1)}), "answers": [one]}]},
+        {"work": {**work, "tokens": 20}, "engines": [{**engine("none", 0, {None: (2.0, 1)}), "answers": [other]}]},
+    ]
+    assert [told["round"] for told in summary.together(results)] == [0, 1]
+    with pytest.raises(ValueError, match="other models or prompts"):
+        summary.together([results[0], {**results[1], "work": {**work, "layers": 12}}])
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    for file, result in zip(files, results, strict=True):
+        file.write_text(json.dumps(result))
+    monkeypatch.setattr(sys, "argv", ["summary.py", *map(str, files)])
+    assert summary.main() == 0
+    told = capsys.readouterr().out
+    assert "| none | 1 | 0 | 0 | 1 | 2 | 0.000 |" in told
+    assert "| none and none | 1 | 0 of 1 | 1 | 1000 |" in told
+    assert "tok/s" not in told, "answers of different lengths take different times"
+    monkeypatch.setattr(sys, "argv", ["summary.py", str(files[0])])
+    assert summary.main() == 0
+    assert "| 4 | - | 40 |" in capsys.readouterr().out
 
 
 def answering(arm: str, *answers: tuple[list[int], list[float], list[list[tuple[int, float]]]]) -> dict[str, Any]:
@@ -93,7 +163,12 @@ def test_a_first_difference_is_held_against_the_noise_before_it() -> None:
     }  # fmt: skip
     assert (two["gap"], two["explained"]) == (pytest.approx(0.5), False)
     assert [(told["gap"], told["explained"]) for told in beyond["differences"]] == [(None, False)]
-    assert summary.tables([], [], [differing])[-1] == "| fixed | 0 | 0 of 2 | 0.009 | 0.01 | 1 of 2 |"
+    lines = summary.tables({**NOTHING, "answers": [differing, beyond]})
+    assert "| fixed | 0 | 0 of 2 | 0.009 | 0.01 | 1 of 2 |" in lines
+    assert "| fixed | 0 | 0 | 1 | 7 | 8 | 0.015 |" in lines
+    assert lines[-1] == "| fixed | 0 | 0 | 1 | 7 | 9 | not among the best |"
+    shorter = summary.tables({**NOTHING, "answers": [differing]}, differences=False)
+    assert len(shorter) == 3
     assert summary.sameness([other]) == []
 
 
