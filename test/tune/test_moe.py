@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -244,6 +245,31 @@ def test_what_it_refuses(tmp_path: Path, arguments: list[str], why: str) -> None
     done = CliRunner().invoke(app, ["moe", "--cpu", "--out", str(tmp_path / "out"), *arguments])
     assert done.exit_code == 2
     assert why in done.output
+
+
+def test_a_finished_folder_is_written_again_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same command there finds nothing to measure: neither time nor code state are those of now."""
+    made_by = iter([{"time": f"2026-0{month}-01", "command": ["tune", "moe", str(month)]} for month in range(1, 9)])
+    monkeypatch.setattr("sglang_patches.tune.app._provenance", lambda: next(made_by))
+
+    def run(measure: Callable[[Path], object]) -> dict[str, bytes]:
+        monkeypatch.setattr(parent, "measure", lambda request: measure(request.out))
+        done = CliRunner().invoke(app, ["moe", "--cpu", "--out", str(tmp_path), "--tokens", "1,8,16"])
+        assert done.exit_code == 0, done.output
+        return {file.name: file.read_bytes() for file in tmp_path.glob("*.*") if file.suffix in (".json", ".md")}
+
+    def goes_on(out: Path) -> None:
+        journal.append(out / "samples-0.jsonl", {"record": "facts", **journal.read(out / "samples-0.jsonl")[0]})
+        journal.append(out / "samples-0.jsonl", {"record": "done"})
+
+    first = run(measured_by_two)
+    assert sorted(first) == ["README.md", "tiles.json"]
+    assert json.loads(first["tiles.json"])["when"] == "2026-01-01"
+    assert run(goes_on) == first
+    more = run(lambda out: journal.append(out / "samples-0.jsonl", journal.timed(cell("screen", OWN, us=[1.0]))))
+    told = json.loads(more["tiles.json"])
+    assert told["provenance"]["command"][-1] == "2"
+    assert told["when"] == journal.read(tmp_path / "samples-0.jsonl")[-1]["at"]
 
 
 def test_without_a_gpu_it_says_how_to_try_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from moe_made import (
     one_count,
 )
 
-from sglang_patches.tune.moe import parent, report
+from sglang_patches.tune.moe import journal, parent, report
 
 
 @pytest.fixture
@@ -84,6 +84,25 @@ def test_the_committed_result_is_what_its_samples_give(tmp_path: Path) -> None:
         assert file.read_text() == (COMMITTED / file.relative_to(tmp_path)).read_text()
     assert json.loads((tmp_path / "tiles.json").read_text()) == written
     assert (COMMITTED / "README.md").read_text().startswith((tmp_path / "README.md").read_text())
+
+
+def test_the_time_of_a_result_is_that_of_its_measuring(measured: parent.Request) -> None:
+    """Of samples that tell no time, as those of earlier releases, what the result told before."""
+
+    def written(time: str) -> str:
+        report.write(parent.result(measured), {"time": time})
+        return str(json.loads((measured.out / "tiles.json").read_text())["when"])
+
+    assert [written(time) for time in ("2026-01-02", "2026-09-09")] == ["2026-01-02"] * 2
+    first = measured.out / "samples-0.jsonl"
+    late = final(1, gate_up={OWN: 20.0, FAST: 12.0}, down={OWN: 10.0, FAST: 7.0}) | {"at": "2026-02-03"}
+    for record in (late, late | {"at": "2026-01-31"}, {"record": "done", "at": "2026-09-09"}):
+        journal.append(first, record)
+    assert written("2026-09-09") == "2026-02-03"
+    for file in measured.out.glob("samples*.jsonl"):
+        records = [record | {"at": "2026-01-01"} for record in journal.read(file)]
+        file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert written("2026-09-09") == "2026-01-01", "what is measured tells it, whatever was told before"
 
 
 def test_a_report_keeps_what_measured(measured: parent.Request) -> None:
