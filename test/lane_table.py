@@ -18,6 +18,7 @@ _NAMES = "the functions and Triton kernels that are compared have other names th
 _ONE_VOTE = "data-parallel ranks have one vote for decode and draft decode"
 _NO_TRAIL = "resolved arguments do not tell who switched decode graphs off, so the reason is off_other"
 _PCIE = "runtime/test_pcie_nccl_allreduce.py::"
+_RANKS = "runtime/test_pcie_nccl_allreduce_ranks.py::"
 _NO_GRAPHS_ONLY = "NCCL 2.28 cannot make one communicator for graphs alone"
 _STATES = "runtime/test_deepseek_v2_embedding_capture_states.py::"
 _NO_STREAM = "this lane has no allreduce-fusion-gate, and its layers leave no sum to the next one on a CPU"
@@ -43,12 +44,12 @@ _NEWER = {
     "runtime/test_eagle_verify_cuda_graph_slices.py": _NO_SLICES,
     f"{_PCIE}test_a_pcie_host_gets_a_built_in_before_workers_start": _NO_GRAPHS_ONLY,
     f"{_PCIE}test_where_upstream_calls_the_communicator_outside_of_graphs_it_is_left_alone": _NO_GRAPHS_ONLY,
-    f"{_PCIE}test_the_communicator_for_graphs_alone_is_told_and_counted_on_every_rank": _NO_GRAPHS_ONLY,
-    f"{_PCIE}test_a_communicator_that_was_decided_and_not_made_is_told": _NO_GRAPHS_ONLY,
+    f"{_RANKS}test_the_communicator_for_graphs_alone_is_told_and_counted_on_every_rank": _NO_GRAPHS_ONLY,
+    f"{_RANKS}test_a_communicator_that_was_decided_and_not_made_is_told": _NO_GRAPHS_ONLY,
     f"{_PCIE}test_a_tuned_profile_turns_pcie_ipc_on_up_to_its_crossover": _NO_IPC,
-    f"{_PCIE}test_pcie_ipc_that_comes_late_on_one_rank_is_used_by_none": _NO_IPC,
-    f"{_PCIE}test_pcie_ipc_is_on_all_ranks_or_on_none": _NO_IPC,
-    f"{_PCIE}test_a_workspace_that_one_rank_cannot_build_is_used_by_none": _NO_IPC,
+    f"{_RANKS}test_pcie_ipc_that_comes_late_on_one_rank_is_used_by_none": _NO_IPC,
+    f"{_RANKS}test_pcie_ipc_is_on_all_ranks_or_on_none": _NO_IPC,
+    f"{_RANKS}test_a_workspace_that_one_rank_cannot_build_is_used_by_none": _NO_IPC,
 }
 
 # By lane: file, file::test, or file::test[case], below test/ -> why it does not hold there. A test of a patch that the
@@ -74,9 +75,11 @@ NOT_HERE: Mapping[str, Mapping[str, str]] = {
     },
     "0.5.9": {
         "runtime/test_deepseek_v2_embedding_capture.py": _LANE_0_5_9,
+        "runtime/test_deepseek_v2_embedding_capture_layer_ids.py": _LANE_0_5_9,
         f"{_STATES}test_no_rank_captures_a_partial_sum_where_all_reduce_is_fused": _LANE_0_5_9,
         f"{_STATES}test_ranks_find_out_whether_they_captured_parts_of_sums": _LANE_0_5_9,
         "runtime/test_eagle_verify_cuda_graph.py": _LANE_0_5_9,
+        "runtime/test_eagle_verify_cuda_graph_added_sizes.py": _LANE_0_5_9,
         "runtime/test_eagle_verify_cuda_graph_coverage.py": _LANE_0_5_9,
         **_NEWER,
         "runtime/test_pcie_nccl_allreduce_guard.py": _NO_GRAPHS_ONLY,
@@ -99,6 +102,7 @@ NOT_HERE: Mapping[str, Mapping[str, str]] = {
         "runtime/test_metrics.py": _LANE_0_5_9,
         "runtime/test_provenance.py": _LANE_0_5_9,
         "runtime/test_cpu_spec_sampling.py": _LANE_0_5_9,
+        "runtime/test_cpu_spec_sampling_trees.py": _LANE_0_5_9,
         "sgl_kernel/test_upstream_kernels.py": _STAND_IN,
         "sgl_kernel/test_upstream_names.py": _STAND_IN,
     },

@@ -121,7 +121,7 @@ def main() -> int:
         before = json.loads(given.out.read_text())
         if before["work"] != asked or before["code_state"]["id"] != result["code_state"]["id"]:
             parser.error(f"--out {given.out}: measured with other work or patches; name another file")
-        result["engines"] = before["engines"]
+        result |= {name: before[name] for name in ("engines", "when") if name in before}
     return _carry_out(given, result, arms, _gpus() if cuda else [None])
 
 
@@ -152,6 +152,8 @@ def _carry_out(given: argparse.Namespace, result: dict[str, Any], arms: list[str
                     failed = True
                     continue
                 result["engines"].append({"round": number, "gpu": gpu, **json.loads(part.read_text())})
+                # Here, so that a run in which all engines fail leaves the time of what is there.
+                result["when"] = datetime.now(UTC).isoformat(timespec="seconds")
                 part.unlink()
             _write(given.out, result, given.tokens)
     finally:
@@ -188,7 +190,6 @@ def _failed(process: subprocess.Popen[bytes]) -> bool:
 
 
 def _write(out: Path, result: dict[str, Any], tokens: int) -> None:
-    result["when"] = datetime.now(UTC).isoformat(timespec="seconds")
     result |= summary.of(result["engines"], tokens)
     out.write_text(json.dumps(result) + "\n")
     print("\n".join(summary.tables(result, differences=False)), flush=True)

@@ -18,7 +18,7 @@ import typer
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from sglang_patches import api_key, baked, ports, ready, selection, serve
+from sglang_patches import api_key, baked, named_model, ports, ready, selection, serve
 from sglang_patches.document import secrets
 from sglang_patches.errors import PatchError, told
 
@@ -337,6 +337,7 @@ def run(
         return healthy
     if refused := ports.refused(launch.bind, wanted.port):
         raise PatchError(f"{refused.seen}\n  remedy     {refused.remedy}")
+    named_model.refuse_unreachable(launch.absent, launch.env)
     if execute is None:
         _announce(launch, wanted)
         execute = os.execvpe

@@ -1,4 +1,8 @@
-"""A model as a person names it, a folder or OWNER/MODEL of the hub, and what to say where it is not on this machine."""
+"""A model as a person names it, a folder or OWNER/MODEL of the hub, and what to say where it is not on this machine.
+
+A server takes more than what is read here: a GGUF file or one of the hub, Mistral's own format, the address of an
+object store, a model of ModelScope. Of those nothing is refused that upstream could load.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +10,25 @@ import argparse
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from sglang_patches import hub
 from sglang_patches.draft.checkpoint import local_folder
 from sglang_patches.errors import PatchError, first_missing
 
 # Both are read by huggingface_hub, the second where the first is unset or empty.
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 _TRUE = ("1", "ON", "YES", "TRUE")
+_TRUE_UPSTREAM = ("1", "TRUE", "YES", "Y")
+_THE_HUB = "the hub"
+_MODELSCOPE = "SGLANG_USE_MODELSCOPE"
 _ON_THE_HUB = re.compile(r"[\w.-]+(/[\w.-]+)?")
+# As upstream's server reads them: OWNER/MODEL:QUANTIZATION, and OWNER/MODEL/PATH.gguf.
+_GGUF_ON_THE_HUB = re.compile(r"(?P<model>[\w.-]+/[\w.-]+)(:[\w.-]+|/(?P<file>[\w./-]+\.gguf))")
+# Mistral's own format, and an adapter that names the model it is for.
+_OTHER_FORMS = ("params.json", "head.pt")
+_ADDRESS = re.compile(r".+://.*")
 _A_FOLDER = "the folder of a downloaded model"
 _ANY = f"{_A_FOLDER}, or a hub name such as OWNER/MODEL"
 
@@ -27,12 +40,14 @@ class Absence:
     Attributes:
         seen: what there is in its place.
         remedy: what to do.
-        fetched: a server asks the hub for it at start.
+        fetched: whom a server asks for it at start; empty where it asks nobody.
+        here: it is on this machine, in a form that only a server reads.
     """
 
     seen: str
     remedy: str
-    fetched: bool = False
+    fetched: str = ""
+    here: bool = False
 
     def __str__(self) -> str:
         return f"{self.seen}\n  remedy     {self.remedy}"
@@ -40,7 +55,8 @@ class Absence:
 
 def is_path(model: str) -> bool:
     """Whether a model's name is meant as a folder, and not as OWNER/MODEL of the hub."""
-    return Path(model).exists() or model.startswith((".", "/", "~")) or not _ON_THE_HUB.fullmatch(model)
+    on_the_hub = _ON_THE_HUB.fullmatch(model) or _GGUF_ON_THE_HUB.fullmatch(model)
+    return Path(model).exists() or model.startswith((".", "/", "~")) or not on_the_hub
 
 
 def offline(environ: Mapping[str, str]) -> str:
@@ -76,21 +92,34 @@ def absence(model: str, environ: Mapping[str, str] | None = None, revision: str 
     folder = local_folder(model, revision, _cache(environ))
     if folder is not None and (folder / "config.json").is_file():
         return None
+    given = os.environ if environ is None else environ
+    return replace(_why(model, folder, given), here=_only_a_server_reads(model, folder, given, revision))
+
+
+def _why(model: str, folder: Path | None, given: Mapping[str, str]) -> Absence:
+    if _ADDRESS.fullmatch(model):
+        return Absence("that is an address, which only a server reads", _A_FOLDER, fetched="the store of that address")
     if is_path(model):
         return _no_folder(Path(model))
+    if given.get(_MODELSCOPE, "").upper() in _TRUE_UPSTREAM:
+        seen = f"no folder has that name; by {_MODELSCOPE}={given[_MODELSCOPE]} ModelScope is asked and not the hub"
+        return Absence(seen, f"modelscope download {model}, and the folder that it names", fetched="ModelScope")
     if folder is not None:
         seen = f"its copy in the hub's cache, {folder}, has no config.json"
     else:
         seen = "no folder has that name, and the hub's cache of this machine has no such model"
-    forbidden = offline(os.environ if environ is None else environ)
+    forbidden = offline(given)
     if forbidden:
         seen += f"; {forbidden} keeps from asking the hub"
+    fetched = "" if forbidden else _THE_HUB
     if "/" not in model:
         # The hub has names without an owner for a few of its oldest models only.
-        return Absence(seen, _ANY, fetched=not forbidden)
+        return Absence(seen, _ANY, fetched=fetched)
     first = f"unset {forbidden.partition('=')[0]} and: " if forbidden else ""
-    remedy = f"{first}hf download {model}; where the hub cannot be reached, {_A_FOLDER}"
-    return Absence(seen, remedy, fetched=not forbidden)
+    file = _GGUF_ON_THE_HUB.fullmatch(model)
+    words = " ".join(filter(None, file.group("model", "file"))) if file else model
+    remedy = f"{first}hf download {words}; where the hub cannot be reached, {_A_FOLDER}"
+    return Absence(seen, remedy, fetched=fetched)
 
 
 def _no_folder(path: Path) -> Absence:
@@ -102,21 +131,51 @@ def _no_folder(path: Path) -> Absence:
     return Absence(f"there is no such folder{first_missing(path)}", _ANY)
 
 
-def folder(what: str, model: str) -> Path:
+def folder(what: str, model: str, environ: Mapping[str, str] | None = None) -> Path:
     """The folder of a model whose files are read here: the one that is named, or the hub's copy on this machine.
 
     Args:
         what: the option or role that names it, for the message.
+        environ: as in `absence`.
 
     Raises:
         PatchError: it is not here.
     """
-    missing = absence(model)
+    missing = absence(model, environ)
     if missing is not None:
         raise PatchError(f"{what} {model}: {missing}")
-    found = local_folder(model, None, None)
+    found = local_folder(model, None, _cache(environ))
     assert found is not None
     return found
+
+
+def _only_a_server_reads(model: str, folder: Path | None, given: Mapping[str, str], revision: str | None) -> bool:
+    """Whether a model without a ``config.json`` in `folder` is on this machine all the same."""
+    if Path(model).is_file():
+        return _is_gguf(Path(model))
+    if (file := _GGUF_ON_THE_HUB.fullmatch(model)) and file["file"]:
+        from huggingface_hub import try_to_load_from_cache
+
+        try:
+            return isinstance(try_to_load_from_cache(file["model"], file["file"], _cache(given), revision), str)
+        except ValueError:  # no name that the hub could have
+            return False
+    if folder is not None:
+        return any((folder / name).is_file() for name in _OTHER_FORMS)
+    # Read by transformers before release 5.
+    older = given.get("TRANSFORMERS_CACHE")
+    return bool(older) and local_folder(model, revision, older) is not None
+
+
+def _is_gguf(file: Path) -> bool:
+    """As upstream tells it."""
+    if file.suffix == ".gguf":
+        return True
+    try:
+        with file.open("rb") as opened:
+            return opened.read(4) == b"GGUF"
+    except OSError:
+        return False
 
 
 def servable(
@@ -132,6 +191,29 @@ def servable(
         PatchError: no server can get it.
     """
     missing = absence(model, environ, revision)
-    if missing is not None and not missing.fetched:
+    if missing is None or missing.here:
+        return None
+    if not missing.fetched:
         raise PatchError(f"{what} {model}: {missing}")
     return missing
+
+
+def refuse_unreachable(absent: Mapping[str, Absence], environ: Mapping[str, str] | None = None) -> None:
+    """Refuse a start whose server would ask the hub for a model, where the hub cannot be reached.
+
+    Upstream tries for about a minute and ends in the error of a library. Asked last, because it is the network that is
+    asked: nothing is, where no model is to come from the hub.
+
+    Args:
+        absent: what `servable` gave, by option or role and name.
+        environ: as in `absence`.
+
+    Raises:
+        PatchError: it cannot.
+    """
+    asked = {name: missing for name, missing in absent.items() if missing.fetched == _THE_HUB}
+    why = hub.unreachable(environ) if asked else ""
+    for name, missing in asked.items():
+        if why:
+            remedy = f"{_A_FOLDER}, or HF_ENDPOINT=URL of a hub that can be reached"
+            raise PatchError(f"{name}: {replace(missing, seen=f'{missing.seen}; {why}', remedy=remedy)}")

@@ -50,7 +50,8 @@ _SMALL_MODEL_BYTES = 1 << 30
 class Launch:
     """What is to be executed: command line, environment, and remarks for the person who started it.
 
-    ``name`` is the served model's; ``bind`` the address or name at which the server listens.
+    ``name`` is the served model's; ``bind`` the address or name at which the server listens; ``absent`` are the models
+    that it has to fetch first, by role and name.
     """
 
     argv: list[str]
@@ -58,16 +59,18 @@ class Launch:
     name: str
     bind: str = ports.DEFAULT_HOST
     notes: list[str] = field(default_factory=list)
+    absent: dict[str, named_model.Absence] = field(default_factory=dict)
 
 
 def _model_config(model: str) -> dict[str, object] | None:
-    """The ``config.json`` of a checkpoint's folder; None for a hub name, of which the server may take another revision.
+    """The ``config.json`` of a checkpoint's folder, or beside a GGUF file, where one may be and brings code.
 
-    Raises PatchError.
+    None for a hub name, of which the server may take another revision. Raises PatchError.
     """
-    file = Path(model) / "config.json"
+    alone = Path(model).is_file()
+    file = (Path(model).parent if alone else Path(model)) / "config.json"
     if not file.is_file():
-        return None
+        return {} if alone else None
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -94,8 +97,9 @@ def _refuse_misplaced(model: str, draft: str, environ: Mapping[str, str]) -> Non
 
 
 def _weight_bytes(model: str) -> int:
-    """Bytes of a checkpoint folder's weight files."""
-    return sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
+    """Bytes of a checkpoint's weight files."""
+    files = [Path(model)] if Path(model).is_file() else Path(model).glob("*.safetensors")
+    return sum(file.stat().st_size for file in files)
 
 
 def plan(
@@ -117,9 +121,9 @@ def plan(
     if any(arg == "--port" or arg.startswith("--port=") for arg in extra):
         raise PatchError("--port in ARGS would contradict PORT; give PORT= instead")
     of_target, of_draft = named_model.revisions(extra)
-    absent = {model: named_model.servable("model", model, environ, of_target)}
-    if draft:
-        absent[draft] = named_model.servable("draft", draft, environ, of_draft)
+    wanted = [("model", model, of_target), *([("draft", draft, of_draft)] if draft else [])]
+    found = {f"{role} {one}": named_model.servable(role, one, environ, revision) for role, one, revision in wanted}
+    absent = {one: missing for one, missing in found.items() if missing is not None}
     _refuse_misplaced(model, draft, environ)
     config = _model_config(model)
     name = Path(model).name
@@ -134,9 +138,8 @@ def plan(
     if (config and config.get("model_type") == "kimi_k25" and "auto_map" in config) or re.search(r"(?i)kimi-k2", name):
         argv += ["--tool-call-parser", "kimi_k2", "--reasoning-parser", "kimi_k2"]
     notes += [
-        f"{one} is not on this machine: the server asks the hub for it, and ends where that cannot be reached"
+        f"{one} is not on this machine: the server asks {missing.fetched} for it, and ends where that cannot be reached"
         for one, missing in absent.items()
-        if missing is not None
     ]
     if draft:
         argv += ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", draft, *_EAGLE3_ARGS]
@@ -162,7 +165,7 @@ def plan(
     named = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     named.add_argument("--served-model-name", default=name)
     given = named.parse_known_args(list(extra))[0]
-    return Launch(argv, env, given.served_model_name, ports.bound_host(extra), notes)
+    return Launch(argv, env, given.served_model_name, ports.bound_host(extra), notes, absent)
 
 
 def _cpu_eagle3_is_on(environ: Mapping[str, str]) -> bool:
@@ -200,6 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         launch = plan(
             given.model, given.draft, given.tp, given.port, given.extra, cuda=selection.has_gpu(), environ=os.environ
         )
+        named_model.refuse_unreachable(launch.absent, launch.env)
     except PatchError as error:
         raise SystemExit(f"serve: {error}") from None
     if refused := ports.refused(launch.bind, given.port):

@@ -194,6 +194,8 @@ def test_the_result_has_the_whole_command_and_goes_on_with_the_same_token_mode_o
     class Engine:
         """Waits for its line, as the real one does, and measures."""
 
+        returncode = 1  # of one that fails
+
         def __init__(self, words: list[str], env: dict[str, str], stdin: int) -> None:
             assert stdin == subprocess.PIPE
             begun.append(words[-1])
@@ -225,6 +227,13 @@ def test_the_result_has_the_whole_command_and_goes_on_with_the_same_token_mode_o
     assert begun == [one["arm"] for one in told["engines"]] == ["none", "upstream-none"]
     assert run.main() == 0
     assert len(begun) == 2, "what is measured is not measured again"
+    told["when"] = "2026-01-02T03:04:05+00:00"
+    out.write_text(json.dumps(told))
+    with monkeypatch.context() as failing:
+        failing.setattr(Engine, "wait", lambda _engine, _limit: 1)
+        failing.setattr(sys, "argv", ["run.py", *words, "--rounds", "2"])
+        assert run.main() == 1
+    assert json.loads(out.read_text()) == told | {"command": [*told["command"], "--rounds", "2"]}
     # As results were before they noted it: their engines ran with upstream's default.
     del told["work"]["token_mode"]
     out.write_text(json.dumps(told))

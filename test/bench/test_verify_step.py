@@ -3,40 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from sglang_patches.bench.verify_step import (
-    arguments,
-    command,
-    floor,
-    grid,
-    journal,
-    plot,
-    reading,
-    render,
-    rows,
-    workers,
-)
+from sglang_patches.bench.verify_step import arguments, floor, journal, plot, reading, render, rows
 from sglang_patches.errors import PatchError
 
-TARGET = {
-    "dense": 1000, "captured_states": 0, "embedding_row": 10, "experts": {"1": 100, "2": 200},
-    "kv_token": 6, "vocabulary": 50,
-}  # fmt: skip
-DRAFT = {"dense": 70, "captured_states": 30, "embedding_row": 10, "experts": {}, "kv_token": 2, "vocabulary": 40}
-MODELS = {"target": TARGET, "draft": DRAFT}
-EXPERTS = {"verify": {"1": 5.5, "2": 3.0}}
+from .cycles_made import EXPERTS, MODELS, TARGET, made_grid, records, write
 
 
 def test_bytes_of_a_cycle_worked_by_hand() -> None:
@@ -86,11 +64,6 @@ def test_a_copy_is_counted_read_and_written() -> None:
     assert 0.1 < told["gb_per_s"] < 5000
 
 
-def made_grid(**named: Any) -> grid.Grid:
-    given: dict[str, Any] = {"batch_sizes": [1, 8], "contexts": [1024, 32768], "modes": ["graph", "eager"]}
-    return grid.Grid(**{**given, "rounds": 2, "tokens": 32, **named})
-
-
 def test_turns_leave_slow_cells_out_and_let_modes_change_places() -> None:
     turns = list(made_grid().turns())
     assert [(t.batch_size, t.mode) for t in turns if t.round == 0 and t.context == 1024] == [
@@ -117,46 +90,6 @@ def test_the_pool_holds_every_longest_prompt(tmp_path: Path) -> None:
     assert chosen.vocabulary() == 77
     assert not any("speculative" in word for word in chosen.arguments(0))
     assert str(tmp_path.parent) not in " ".join(chosen.shown(8))
-
-
-def cycles(engine: int, run: str, mode: str, values: list[float], turn: int = 1) -> dict[str, Any]:
-    parts = {"decode": 0.75} if engine == 0 else {"draft_decode": 0.25, "verify": 0.5, "draft_extend": 0.25}
-    fixed = {**parts, "sampling": 0.125, "host_gap": 0.0625}
-    ms = {**{name: [value] * len(values) for name, value in fixed.items()}, "cycle": values}
-    cell = {"batch_size": 2, "context": 100, "mode": mode, "round": turn}
-    return {
-        "record": "cycles",
-        "engine": engine,
-        "run": run,
-        **cell,
-        "prefilled": 1,
-        "ms": ms,
-        "graphs": {"Runner": [int(mode == "graph"), 1]},
-    }
-
-
-def records(engine: int, run: str, values: list[float], done: bool = True) -> list[dict[str, Any]]:
-    key = "verify" if engine else "decode"
-    facts = {"models": MODELS, "device": "a device", "copy": {"gb_per_s": 0.001, "copied_mib": 64}}
-    common = {"engine": engine, "run": run}
-    command = ["sglang-patches", "bench", "verify-step", "--out", "a b"]
-    head = {
-        "arguments": ["--some"],
-        "command": command,
-        "start_seconds": 1.5,
-        "facts": facts,
-        "document": None,
-        "no_document": "a test",
-    }
-    routing = {"experts": {key: EXPERTS["verify"]}, "forwards": {key: 3}, "failed": "", "contexts": [100, 112]}
-    made = [
-        {"record": "engine", **common, **head},
-        {"record": "routing", **common, "batch_size": 2, "context": 100, **routing},
-        cycles(engine, run, "graph", values),
-        cycles(engine, run, "graph", [values[0]], turn=2),
-        cycles(engine, run, "eager", [40.0]),
-    ]
-    return [*made, {"record": "done", **common}] if done else made
 
 
 def test_rows_have_medians_floors_and_decode_steps() -> None:
@@ -192,12 +125,6 @@ def test_no_floor_rather_than_one_without_its_experts() -> None:
     assert row["bytes"] is None
     assert "floor_ms" not in row["parts"]["verify"]
     assert "| 0.50 |" in render.table([row])
-
-
-def write(folder: Path, of: list[dict[str, Any]]) -> None:
-    folder.mkdir(exist_ok=True)
-    for record in of:
-        journal.append(folder, record)
 
 
 def test_the_journal_counts_the_newest_whole_run_of_an_engine(tmp_path: Path) -> None:
@@ -295,214 +222,3 @@ def test_a_plot_needs_matplotlib_and_rows(tmp_path: Path, monkeypatch: pytest.Mo
     made[0]["bytes"] = None
     assert plot.draw(made, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_folder_of_other_code_is_not_continued(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"vocab_size": 77}')
-    chosen = arguments.Chosen(tmp_path, tmp_path, dummy=False, cuda=False, grid=made_grid())
-    of = records(4, "b", [2.0])
-    of[0]["arguments"] = chosen.shown(4)
-    command._check_same(of, chosen, [2, 4])
-    of[0]["document"] = {"code": {"id": "0123456789ab"}}
-    with pytest.raises(PatchError, match=r"another patch set \(4 tokens\)\n +there +0123456789ab"):
-        command._check_same(of, chosen, [2, 4])
-    of[0] |= {"document": None, "arguments": ["--other"]}
-    with pytest.raises(PatchError, match="another server arguments"):
-        command._check_same(of, chosen, [4])
-    command._check_same(of, chosen, [2])  # that engine is not asked for
-    of[0] |= {"arguments": chosen.shown(4), "share": "12 layers, bf16, dummy routers"}
-    with pytest.raises(PatchError, match=r"another model .*\n +there +12 layers, bf16, dummy routers\n +now +a folder"):
-        command._check_same(of, chosen, [2])
-
-
-def test_what_cannot_be_served_here_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No share of Kimi-K2.5 without a GPU, and no folder that holds no model: told before a folder is made."""
-    monkeypatch.setattr(command.selection, "has_gpu", lambda: False)
-    out = tmp_path / "result"
-    for model, draft, said in (
-        ("", "", "--model test/models/tiny-kimi"),
-        (str(tmp_path), str(tmp_path), "config.json"),
-    ):
-        with pytest.raises(PatchError, match=re.escape(said)):
-            command.verify_step(out, model=model, draft=draft)
-    assert not out.exists()
-
-
-@pytest.mark.parametrize(
-    ("asked", "said"),
-    [
-        ({"contexts": "32,4001"}, r"--contexts 4001: .* 96 tokens .* 4097 .*\n.*--model .*tiny-kimi allows 4096"),
-        ({"contexts": "4000", "tokens": 33}, "remedy     --contexts of at most 3999"),
-        (
-            {"contexts": "32", "server": ["--context-length", "5000"]},
-            "--context-length 5000: --model .* 4096 positions",
-        ),
-        ({"contexts": "41000", "model": "", "draft": ""}, "the share allows 40960"),
-    ],
-    ids=lambda value: str(value) if isinstance(value, dict) else "",
-)
-def test_contexts_beyond_a_models_positions_are_refused_before_any_engine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], said: str
-) -> None:
-    models = Path(__file__).parents[1] / "models"
-    pair = {"model": str(models / "tiny-kimi"), "draft": str(models / "tiny-kimi-eagle3")}
-    monkeypatch.setattr(command.selection, "has_gpu", lambda: True)
-    monkeypatch.setattr(workers, "measure", None)
-    with pytest.raises(PatchError, match=said):
-        command.verify_step(tmp_path / "result", **{**pair, **asked})
-    assert not (tmp_path / "result").exists()
-
-
-def test_the_drafts_positions_count_where_it_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = {"text_config": {"max_position_embeddings": 2000}}
-    draft = {"architectures": ["LlamaForCausalLMEagle3"], "max_position_embeddings": 1000}
-    of = made_grid(contexts=[1000])
-    arguments.check_positions(of, {"t": target}, [])
-    with pytest.raises(PatchError, match=r"seen +d allows 1000(.|\n)*--contexts of at most 904"):
-        arguments.check_positions(of, {"t": target, "d": draft}, [])
-    with pytest.raises(PatchError, match="a model with more positions"):
-        arguments.check_positions(of, {"t": {"max_position_embeddings": 50}}, [])
-    monkeypatch.setenv("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "1")
-    arguments.check_positions(of, {"t": target, "d": draft}, [])
-
-
-@pytest.mark.parametrize(("option", "word"), [("weights", "fp4"), ("drawn", "trained")])
-def test_an_unknown_share_is_refused_before_a_folder_is_made(tmp_path: Path, option: str, word: str) -> None:
-    asked: dict[str, Any] = {option: word}
-    with pytest.raises(PatchError, match=f"--{option} '{word}'\n +expected"):
-        command.verify_step(tmp_path / "result", **asked)
-    assert not (tmp_path / "result").exists()
-
-
-def test_the_command_that_is_written_has_the_variables_that_steer_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    models = Path(__file__).parents[1] / "models"
-    asked: list[arguments.Chosen] = []
-    monkeypatch.setattr(command.selection, "has_gpu", lambda: False)
-    monkeypatch.setattr(workers, "measure", lambda left, chosen, *rest: asked.append(chosen))
-    monkeypatch.setattr(render, "write", lambda folder: SimpleNamespace(headline="nothing"))
-    monkeypatch.setattr(sys, "argv", ["sglang-patches", "bench", "verify-step", "--out", "x"])
-    monkeypatch.setenv("SGLANG_PATCHES", "-mla-verify-split-kv")
-    (tmp_path / "table.md").write_text("")
-    command.verify_step(
-        tmp_path, model=str(models / "tiny-kimi"), draft=str(models / "tiny-kimi-eagle3"), contexts="32"
-    )
-    words = asked[0].command
-    assert words[0] == "env"
-    assert "SGLANG_PATCHES=-mla-verify-split-kv" in words[: words.index("sglang-patches")]
-    assert words[-4:] == ["bench", "verify-step", "--out", "x"]
-
-
-@pytest.mark.parametrize("text", ["1,x", "0", "-3", "1.5"])
-def test_numbers_that_are_none_are_refused(text: str) -> None:
-    with pytest.raises(PatchError, match="--batch-sizes"):
-        command._numbers(text, "--batch-sizes")
-
-
-def test_the_clock_tells_the_time_left() -> None:
-    now = [0.0]
-    clock = workers.Clock(3, now=lambda: now[0])
-    assert clock.left() == ""
-    now[0] = 40  # the start
-    clock.at(0.0)
-    clock.at(0.1)
-    now[0] = 60
-    clock.at(0.5)
-    # 20 s for what is half by now: 20 s more here, and two engines of 80 s.
-    assert clock.seconds() == pytest.approx(20 + 2 * 80, rel=0.2)
-    now[0] = 80
-    clock.next()
-    assert clock.seconds() == pytest.approx(160)
-
-
-FAKE_ENGINE = """
-import json, os, sys, time
-from pathlib import Path
-spec = json.loads(Path(sys.argv[1]).read_text())
-if spec["draft_tokens"] == 5:
-    sys.exit("ImportError: planted")
-sys.stdin.readline()
-if spec["draft_tokens"] == 3:
-    print("RuntimeError: planted")
-    sys.exit(1)
-Path(spec["folder"], f"pid-{spec['draft_tokens']}").write_text(str(os.getpid()))
-os.write(spec["progress"], (json.dumps({"say": "half", "part": 0.5}) + "\\n").encode())
-if spec["draft_tokens"] == 8:
-    time.sleep(600)
-os.write(spec["progress"], (json.dumps({"say": "done", "part": 1}) + "\\n").encode())
-"""
-
-
-@pytest.fixture
-def fake_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> arguments.Chosen:
-    """Engines are a script that fails for 3 draft tokens, before it is let go for 5, and hangs for 8."""
-    script = tmp_path / "fake.py"
-    script.write_text(FAKE_ENGINE)
-    popen = workers.subprocess.Popen
-
-    def start(words: list[str], **named: Any) -> Any:
-        return popen([sys.executable, str(script), words[-1]], **named)
-
-    monkeypatch.setattr(workers.subprocess, "Popen", start)
-    (tmp_path / "config.json").write_text('{"vocab_size": 77}')
-    (tmp_path / "scratch").mkdir()
-    return arguments.Chosen(tmp_path, tmp_path, dummy=False, cuda=True, grid=made_grid())
-
-
-def test_an_engine_that_dies_is_told_and_the_others_are_measured(
-    fake_engine: arguments.Chosen, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert workers.measure([2, 3, 4], fake_engine, tmp_path, tmp_path / "scratch", sweep=False) == [3]
-    assert (tmp_path / "pid-4").exists()
-    said = capfd.readouterr()
-    assert "2 tokens: done" in said.out
-    assert "RuntimeError: planted" in said.err
-    assert "RuntimeError: planted" in (tmp_path / "engine-3.log").read_text()
-
-
-def test_an_engine_that_cannot_import_is_told(
-    fake_engine: arguments.Chosen, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    go = workers.Worker.go
-
-    def late(worker: workers.Worker) -> None:
-        time.sleep(1)
-        go(worker)
-
-    monkeypatch.setattr(workers.Worker, "go", late)
-    assert workers.measure([5, 4], fake_engine, tmp_path, tmp_path / "scratch", sweep=False) == [5]
-    assert "ImportError: planted" in capfd.readouterr().err
-
-
-def test_an_interrupt_leaves_no_engine_behind(fake_engine: arguments.Chosen, tmp_path: Path) -> None:
-    started = tmp_path / "pid-8"
-    if os.fork() == 0:  # SIGTERM comes while this process waits for the engine
-        while not started.exists():
-            time.sleep(0.05)
-        time.sleep(0.3)
-        os.kill(os.getppid(), signal.SIGTERM)
-        os._exit(0)
-    with pytest.raises(KeyboardInterrupt):
-        workers.measure([8, 2], fake_engine, tmp_path, tmp_path / "scratch", sweep=False)
-    os.wait()
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(started.read_text()), 0)
-
-
-def test_a_silent_engine_is_given_up(
-    fake_engine: arguments.Chosen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(workers, "SILENCE_S", 1.5)
-    assert workers.measure([8], fake_engine, tmp_path, tmp_path / "scratch", sweep=False) == [8]
-
-
-def test_an_engine_ends_with_its_starter() -> None:
-    """Closing its standard input is what the death of the starter does."""
-    code = "from sglang_patches.bench.verify_step import engine; engine._end_with_starter()"
-    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, start_new_session=True)
-    assert child.stdin is not None
-    with pytest.raises(subprocess.TimeoutExpired):
-        child.wait(1)
-    child.stdin.close()
-    assert child.wait(30) == -signal.SIGKILL

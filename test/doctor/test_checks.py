@@ -132,6 +132,7 @@ FIRES = [
     ("eight-pcie", host(limits={"nproc": 200}), "limits", "warning", ["10 processes", "make 320"]),
     ("eight-pcie", serving(model=Model("/m", True, "/m has no config.json")), "model", "failure", ["/m has no"]),
     ("eight-pcie", serving(model=Model("a/b")), "model", "note", ["not on this machine", "hf download a/b"]),
+    ("eight-pcie", serving(model=Model("/m.gguf", unread=True)), "model", "note", ["only a server reads", "0 bytes"]),
     ("old-software", as_it_is, "draft", "failure", ["vocab_size is 32000", "draft check"]),
     ("eight-pcie", serving(draft_warnings=("rounds",)), "draft", "warning", ["rounds", "2.89"]),
     ("eight-pcie", gpu(3, memory_free=10 * GIB), "memory", "failure", ["10.0 GiB free on GPU 3, the fullest of 8"]),

@@ -1,5 +1,6 @@
 """Runs the split verify kernels in triton's interpreter, and writes what they give beside references; see
-`test_mla_verify_split_kv.py`, which starts it. A process of its own: triton reads TRITON_INTERPRET when it is imported.
+`test_mla_verify_split_kv_kernels.py`, which starts it. A process of its own: triton reads TRITON_INTERPRET when it is
+imported.
 
     python split_verify.py kernels FILE     the kernels alone, over shapes, against float32 attention in torch
     python split_verify.py backend FILE     the real target on the CPU, verifying through upstream's TritonAttnBackend

@@ -77,6 +77,7 @@ def flow(folder: Path) -> dict[str, Any]:
             {name for record in first if record["record"] == "facts" for name in journal.PLACE if record[name]}
         ),
         "records": sorted({record["record"] for record in first}),
+        "timed": sorted({record["record"] for record in first if "at" in record}),
         "again": sorted({record["record"] for record in again}),
         "names": after.known.facts["names"],
         "died": died,

@@ -49,6 +49,10 @@ def test_the_same_command_again_measures_nothing(found: dict[str, Any]) -> None:
     assert found["flow"]["again"] == ["done", "facts"]
 
 
+def test_what_was_measured_tells_when(found: dict[str, Any]) -> None:
+    assert found["flow"]["timed"] == ["check", "final", "layer", "screen"]
+
+
 def test_what_another_triton_measured_is_not_gone_on_with(found: dict[str, Any]) -> None:
     assert found["flow"]["place"] == ["device", "sglang", "triton"]
     assert "triton '3.1.0', now '" in found["flow"]["elsewhere"]

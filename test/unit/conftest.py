@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from .carried import Ports
 from .sandbox import Sandbox
 
 
@@ -15,3 +16,8 @@ def sandbox(tmp_path: Path) -> Sandbox:
     made = Sandbox(tmp_path)
     made.make()
     return made
+
+
+@pytest.fixture
+def port(tmp_path: Path) -> Ports:
+    return Ports(tmp_path)

@@ -142,7 +142,8 @@ def checkpoint(option: str, model: str, revision: str | None) -> None:
             f"{option} {model}: there is no such folder\n"
             f"  remedy     run this in the repository, which has the bundled models, or name another: {option}"
         )
-    named_model.servable(option, model, revision=revision)
+    missing = named_model.servable(option, model, revision=revision)
+    named_model.refuse_unreachable({f"{option} {model}": missing} if missing else {})
 
 
 def folder(out: str) -> Path:

@@ -106,6 +106,7 @@ class Model:
         kv_split, kv_whole: bytes of KV cache a token, likewise (MLA's latent is whole on every rank).
         kv_heads: key/value heads; with more ranks than these each rank has one all the same. 0: not known, or MLA.
         layers, context_length: from the configuration.
+        unread: its files are on this machine, in a form that only a server reads.
     """
 
     __pydantic_config__ = _STRICT
@@ -121,6 +122,7 @@ class Model:
     kv_heads: int = 0
     layers: int = 0
     context_length: int = 0
+    unread: bool = False
 
 
 @dataclass(frozen=True, slots=True)

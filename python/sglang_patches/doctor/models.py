@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -98,8 +99,9 @@ def read(name: str, context_length: int | None = None, environ: Mapping[str, str
     """
     missing = named_model.absence(name, environ)
     if missing is not None:
-        return Model(name, problem=None if missing.fetched else f"{name}: {missing.seen}", remedy=missing.remedy)
-    folder = named_model.folder("model", name)
+        problem = None if missing.fetched or missing.here else f"{name}: {missing.seen}"
+        return Model(name, unread=missing.here, problem=problem, remedy=missing.remedy)
+    folder = named_model.folder("model", name, environ)
     try:
         raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         if not isinstance(raw, dict):
@@ -121,7 +123,11 @@ def read(name: str, context_length: int | None = None, environ: Mapping[str, str
             layers=int(config["num_hidden_layers"]),
             context_length=context_length or draft_check.positions(config),
         )
-    except (UnreadableCheckpoint, PatchError) as error:
+    except PatchError as error:
+        if not named_model.is_path(name) and not named_model.offline(os.environ if environ is None else environ):
+            return Model(name, remedy=f"hf download {name}")  # the server fetches the rest
+        return Model(name, here=True, problem=str(error))
+    except UnreadableCheckpoint as error:
         return Model(name, here=True, problem=str(error))
     except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
         return Model(name, here=True, problem=f"{folder / 'config.json'} lacks or misstates {error}")

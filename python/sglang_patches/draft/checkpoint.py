@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 INDEX = "model.safetensors.index.json"
 _SNAPSHOTS = "snapshots"
+_ONE_OF = re.compile(r"-\d+-of-\d+\.safetensors$")
 _LONGEST_HEADER = 100 << 20  # safetensors' own limit
 
 
@@ -99,6 +101,8 @@ def read_headers(folder: Path) -> Checkpoint | None:
                 f"{index} names {', '.join(missing)}, which {folder} lacks: download the draft again"
             )
         files = [folder / name for name in named]
+    elif _SNAPSHOTS in folder.parts and any(_ONE_OF.search(file.name) for file in files):
+        return None  # likewise, and the index is not there yet
     if not files:
         return None
     tensors: dict[str, TensorInfo] = {}
@@ -118,12 +122,16 @@ def local_config(model: str, revision: str | None, cache_dir: str | None) -> dic
 
 
 def local_folder(model: str, revision: str | None, cache_dir: str | None) -> Path | None:
-    """The folder of `model`, a path or a hub name, where its files are on this machine; None where they are not yet."""
+    """The folder of `model`, a path or a hub name, where its files are on this machine; None where they are not yet.
+
+    Of a hub's cache also a folder that lacks some: upstream fetches no README, for one, and serves what it fetched.
+    """
     if Path(model).is_dir():
         return Path(model)
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(model, revision=revision, cache_dir=cache_dir, local_files_only=True))
-    except Exception:  # not in the cache, or no hub name at all (an object store, say): upstream's loader will tell
-        return None
+    except Exception as error:  # not in the cache, or no hub name at all (an object store, say): upstream will tell
+        incomplete = getattr(error, "snapshot_path", None)
+        return Path(incomplete) if incomplete else None

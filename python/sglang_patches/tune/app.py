@@ -68,7 +68,7 @@ def moe(
     Exit code: 0 measured (whether or not there is a table), 2 not.
     """
     with told():
-        from sglang_patches.tune.moe import parent
+        from sglang_patches.tune.moe import journal, parent
         from sglang_patches.tune.moe import report as reports
 
         geometry = _geometry(model, tp, ep, (experts, hidden, intermediate, top_k), dtype, block_shape)
@@ -83,6 +83,7 @@ def moe(
         request = parent.Request(
             geometry, _tokens(tokens), out, found[: gpus or None], seconds, seed, layers, candidates
         )
+        before = len(journal.measurements(out))
         try:
             if not report:
                 parent.measure(request)
@@ -90,7 +91,8 @@ def moe(
             typer.echo("interrupted: what was measured is kept; the same command goes on", err=True)
             raise typer.Exit(130) from None
         result = parent.result(request)
-        measured_by = reports.measured_by(out) if report else None
+        # What made the samples, also where the same command found that there is nothing left to measure.
+        measured_by = reports.measured_by(out) if len(journal.measurements(out)) == before else None
         written = reports.write(result, measured_by or _provenance())
         typer.echo(reports.lines_of(result))
         typer.echo(reports.headline(result))

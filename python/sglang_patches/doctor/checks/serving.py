@@ -62,11 +62,14 @@ def _checkpoint(name: str, given: Model | None, absent: str, option: str) -> Ite
             f"{option}: {remedy}",
         )
     elif not given.here:
+        seen, first = "is not on this machine", "the server downloads it first, and "
+        if given.unread:
+            seen, first = "has a form that only a server reads", ""
         yield Finding(
             name,
             "note",
-            f"{given.path} is not on this machine",
-            "the server downloads it first, and weights, draft and memory were not checked (0 bytes known)",
+            f"{given.path} {seen}",
+            f"{first}weights, draft and memory were not checked (0 bytes known)",
             f"{given.remedy or f'hf download {given.path}'}; then run doctor again",
         )
     else:

@@ -10,6 +10,8 @@
 - ``layer``: one round of one token count: the whole layer with upstream's choice and with ours.
 - ``interrupted``: by Ctrl-C; what was begun is not to blame.
 - ``done``: all was measured.
+
+What was measured has the time at which it was, ``at``: UTC, ISO 8601. Records of earlier releases have none.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,8 @@ Record = dict[str, Any]
 Cell = tuple[Gemm, int, str]  # product, tokens, configuration
 #: Of facts: what times belong to. Those of one place tell nothing of another.
 PLACE = ("device", "triton", "sglang")
+# A process that goes on where all is measured adds other records.
+_MEASURED = ("screen", "failed", "check", "final", "layer")
 
 
 def append(file: Path, record: Record) -> None:
@@ -62,6 +67,28 @@ def read(file: Path) -> list[Record]:
 def files(folder: Path) -> list[Path]:
     """Of all GPUs."""
     return sorted(folder.glob("samples*.jsonl"))
+
+
+def timed(record: Record) -> Record:
+    """A record with the time of now, if it is one of a measurement."""
+    if record["record"] not in _MEASURED:
+        return record
+    return {**record, "at": datetime.now(UTC).isoformat(timespec="seconds")}
+
+
+def measurements(folder: Path) -> list[Record]:
+    """What was measured, of all GPUs."""
+    return [record for file in files(folder) for record in read(file) if record["record"] in _MEASURED]
+
+
+def when(folder: Path, told: str) -> str:
+    """When measuring ended: the latest time of what was measured.
+
+    Args:
+        told: what the folder's result told before, for measurements that do not tell their time.
+    """
+    known = [record.get("at", "") for record in measurements(folder)]
+    return max([time for time in (*known, *([] if all(known) else [told])) if time], default="")
 
 
 def check_plan(file: Path, records: Iterable[Record], plan: Record) -> bool:

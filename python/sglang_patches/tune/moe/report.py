@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
-from sglang_patches.tune.moe import tables
+from sglang_patches.tune.moe import journal, tables
 from sglang_patches.tune.moe.geometry import GEMMS
 from sglang_patches.tune.moe.parent import Line, Result
 
@@ -101,7 +101,8 @@ def _listed(tokens: Sequence[int]) -> str:
 
 
 def document(result: Result, provenance: dict[str, Any]) -> dict[str, Any]:
-    """tiles.json; rows have the floor as `Line` has it."""
+    """tiles.json: rows have the floor as `Line` has it; ``when`` is when measuring ended, however often it is made."""
+    out = result.request.out
 
     def row(line: Line) -> dict[str, Any]:
         verdict = line.verdict
@@ -128,7 +129,7 @@ def document(result: Result, provenance: dict[str, Any]) -> dict[str, Any]:
     return {
         "format": 1,
         "headline": headline(result),
-        "when": str(provenance.get("time") or ""),
+        "when": journal.when(out, str(_told(out).get("when") or provenance.get("time") or "")),
         "geometry": result.request.geometry.document(),
         "facts": facts,
         "fastest_reading": asdict(result.rate),
@@ -154,12 +155,17 @@ def write(result: Result, provenance: dict[str, Any]) -> list[Path]:
 
 def measured_by(out: Path) -> dict[str, Any] | None:
     """The provenance in a folder that was reported on before: that of the machine that measured; None without one."""
+    found = _told(out).get("provenance")
+    return found if isinstance(found, dict) else None
+
+
+def _told(out: Path) -> dict[str, Any]:
+    """tiles.json as it is; empty where there is none."""
     try:
         told = json.loads((out / tables.RESULT).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return None
-    found = told.get("provenance") if isinstance(told, dict) else None
-    return found if isinstance(found, dict) else None
+        return {}
+    return told if isinstance(told, dict) else {}
 
 
 def _arguments(provenance: dict[str, Any]) -> list[str]:

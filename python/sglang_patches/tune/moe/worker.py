@@ -155,6 +155,7 @@ class Worker:
 
     def append(self, record: Record) -> None:
         """Keep a record, on disk and here."""
+        record = journal.timed(record)
         journal.append(self.file, record)
         self.known.add(record)
 
