@@ -78,8 +78,10 @@ def test_rounds_that_agree_tell_which_arm_is_faster() -> None:
 
 def test_where_it_breaks_even_is_never_extrapolated() -> None:
     def rows(*seconds: float) -> list[dict[str, Any]]:
-        timed = {length: (took, 1) for length, took in zip((1.5, 2.5, 3.5), seconds, strict=False)}
-        return summary.speeds([engine("none", 0, {None: (1.0, 10)}), engine("fixed", 0, {**timed})], 10)
+        timed: dict[float | None, tuple[float, int]] = {
+            length: (took, 1) for length, took in zip((1.5, 2.5, 3.5), seconds, strict=False)
+        }
+        return summary.speeds([engine("none", 0, {None: (1.0, 10)}), engine("fixed", 0, timed)], 10)
 
     # Ratios of 0.8 and 1.6: 1 lies a quarter of the way from 1.5 to 2.5.
     (between,) = summary.break_even(rows(1 / 0.8, 1 / 1.6, 1 / 2))

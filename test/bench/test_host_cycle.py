@@ -1,0 +1,113 @@
+"""benchmark/host_cycle: what samples of a thread say, in made-up stacks, in those committed, and in a real process."""
+
+from __future__ import annotations
+
+import lzma
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from benchmark.host_cycle import run, stacks
+
+REPO = Path(__file__).resolve().parents[2]
+COMMITTED = REPO / "benchmark" / "results" / "h200-host-cycle"
+SITE, HERE = "/x/lib/python3.12/site-packages", "/repo/python/sglang_patches/runtime/a.py"
+LOOP = f"thread (7): MainThread;main (libc.so.6);loop ({SITE}/sglang/srt/scheduler.py:10)"
+LINES = [
+    f"{LOOP};cudaGraphLaunch (libcudart.so.13);0x12 (libcuda.so.1) 1",
+    f"{LOOP};wait ({HERE}:1);THPEvent (libtorch_python.so);cudaEventSynchronize (x.so) 2",
+    f"{LOOP};run ({SITE}/triton/runtime/jit.py:3);launch (cuda_utils.so) 3",
+    f"{LOOP};op ({SITE}/sglang/srt/a.py:5);at::add (libtorch_cpu.so);memcpy (libc.so.6) 4",
+    f"{LOOP};malloc (libc.so.6) 5",
+    f"{LOOP};plain ({HERE}:2) 5",
+    "thread (8): Thread-1;other (x.py:1) 100",
+]
+
+
+def test_samples_are_told_apart_by_what_is_innermost() -> None:
+    told = stacks.summary(stacks.read(LINES), ms=4.0)
+    assert (told["samples"], told["ms"]) == (20, 4.0)
+    assert list(told["kinds"]) == list(stacks.KINDS)
+    assert list(told["kinds"].values()) == pytest.approx([0.4, 0.2, 0.6, 0.8, 1.0, 1.0])
+    assert told["ours"] == pytest.approx(1.4)
+    assert told["inclusive"]["loop (sglang/srt/scheduler.py)"] == 4.0
+    assert told["own"] == pytest.approx({
+        "loop (sglang/srt/scheduler.py)": 1.2, "plain (sglang_patches/runtime/a.py)": 1.0,
+        "op (sglang/srt/a.py)": 0.8, "run (triton/runtime/jit.py)": 0.6, "wait (sglang_patches/runtime/a.py)": 0.4,
+    })  # fmt: skip
+    again = stacks.summary(stacks.read(stacks.shorter(stacks.read(LINES))), ms=4.0)
+    assert again == told, "what is kept tells the same"
+    lines = stacks.table(told)
+    assert "| waits for the GPU | 0.400 | 10.0% |" in lines
+    assert "| `op (sglang/srt/a.py)` | 0.800 | 20.0% |" in lines
+    assert not any("loop" in line and "100.0%" in line for line in lines), "every sample is below it"
+
+
+def test_a_function_that_calls_itself_counts_once() -> None:
+    told = stacks.summary(
+        stacks.read([f"{LOOP};loop (/x/lib/python3.12/site-packages/sglang/srt/scheduler.py:20) 2"]), 1.0
+    )
+    assert told["inclusive"] == {"loop (sglang/srt/scheduler.py)": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [(["Collecting..."], "line 1: 'Collecting...' is no stack"), (LINES[-1:], "no sample of the thread MainThread")],
+)
+def test_it_says_what_is_no_stack(lines: list[str], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        stacks.read(lines)
+
+
+def test_the_committed_samples_say_what_its_page_says() -> None:
+    lines = lzma.decompress((COMMITTED / "stacks.txt.xz").read_bytes()).decode().splitlines()
+    told = stacks.summary(stacks.read(lines), ms=3.132)
+    page = (COMMITTED / "README.md").read_text()
+    for line in stacks.table(told)[2:9]:
+        assert line in page
+    # The finding: the host never waits.
+    assert told["kinds"]["waits for the GPU"] < 0.01 * told["ms"]
+
+
+def test_py_spy_tells_python_from_what_it_calls(tmp_path: Path) -> None:
+    """A real process, nearly always in native code of the interpreter, below one function."""
+    script = tmp_path / "busy.py"
+    # The import names the main thread.
+    begin, work = "import hashlib, threading\ndef turn():", "    hashlib.sha256(b'x' * 50_000_000).digest()"
+    script.write_text(f"{begin}\n{work}\nwhile True: turn()\n")
+    process = subprocess.Popen([sys.executable, str(script)])
+    out = tmp_path / "stacks.txt"
+    words = [run.spy() or "", "record", "--pid", str(process.pid), "--duration", "1", "--rate", "100"]
+    words += [*stacks.OPTIONS, "--output", str(out)]
+    try:
+        time.sleep(1)
+        sampled = subprocess.run(words, capture_output=True, text=True, check=False)
+    finally:
+        process.kill()
+        process.wait()
+    if sampled.returncode and "ermission" in sampled.stderr:
+        pytest.skip(f"this machine lets nobody trace a process: {sampled.stderr.strip()[-100:]}")
+    assert sampled.returncode == 0, sampled.stderr
+    told = stacks.summary(stacks.read(out.read_text().splitlines()), ms=1.0)
+    assert told["kinds"]["other native code"] > 0.5
+    assert any(name.startswith("turn (") for name in told["own"])
+
+
+def test_it_says_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pair = ["--model", "m", "--draft", "d"]
+    monkeypatch.setattr(sys, "argv", ["run.py", "--out", str(tmp_path / "out"), *pair])
+    monkeypatch.setattr(run, "spy", lambda: None)
+    assert run.main() == 2
+    assert "py-spy is not installed" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["run.py", "--out", str(tmp_path / "out"), *pair[:2]])
+    with pytest.raises(SystemExit, match="2"):
+        run.main()
+    monkeypatch.setattr(sys, "argv", ["run.py", "--out", str(tmp_path / "out")])
+    monkeypatch.setattr(run.selection, "has_gpu", lambda: False)
+    assert run.main() == 2
+    assert "no GPU here" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
