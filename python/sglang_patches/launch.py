@@ -18,7 +18,7 @@ import typer
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from sglang_patches import api_key, baked, named_model, ports, ready, selection, serve
+from sglang_patches import api_key, baked, ports, ready, selection, serve
 from sglang_patches.document import secrets
 from sglang_patches.errors import PatchError, told
 
@@ -325,9 +325,11 @@ def run(
         if wanted.device == "cuda" and not selection.has_gpu():
             print(f"launch: {name} is for CUDA (device: cuda), and this machine has no GPU")
             healthy = False
+    starts = healthy and not dry_run
+    if starts:
+        serve.settle_hub(launch)
     for note in (*launch.notes, *said):
         print(f"launch: {note}")
-    starts = healthy and not dry_run
     if starts and wanted.keys:
         launch.argv += api_key.hand_over({option: key for option, (key, _) in wanted.keys.items()})
     print("launch:", secrets.line(launch.argv, launch.env, os.environ), flush=True)
@@ -337,7 +339,6 @@ def run(
         return healthy
     if refused := ports.refused(launch.bind, wanted.port):
         raise PatchError(f"{refused.seen}\n  remedy     {refused.remedy}")
-    named_model.refuse_unreachable(launch.absent, launch.env)
     if execute is None:
         _announce(launch, wanted)
         execute = os.execvpe

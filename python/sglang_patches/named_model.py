@@ -17,8 +17,9 @@ from sglang_patches import hub
 from sglang_patches.draft.checkpoint import local_folder
 from sglang_patches.errors import PatchError, first_missing
 
+OFFLINE = "HF_HUB_OFFLINE"
 # Both are read by huggingface_hub, the second where the first is unset or empty.
-_OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+_OFFLINE = (OFFLINE, "TRANSFORMERS_OFFLINE")
 _TRUE = ("1", "ON", "YES", "TRUE")
 _TRUE_UPSTREAM = ("1", "TRUE", "YES", "Y")
 _THE_HUB = "the hub"
@@ -101,7 +102,7 @@ def _why(model: str, folder: Path | None, given: Mapping[str, str]) -> Absence:
         return Absence("that is an address, which only a server reads", _A_FOLDER, fetched="the store of that address")
     if is_path(model):
         return _no_folder(Path(model))
-    if given.get(_MODELSCOPE, "").upper() in _TRUE_UPSTREAM:
+    if _from_modelscope(given):
         seen = f"no folder has that name; by {_MODELSCOPE}={given[_MODELSCOPE]} ModelScope is asked and not the hub"
         return Absence(seen, f"modelscope download {model}, and the folder that it names", fetched="ModelScope")
     if folder is not None:
@@ -217,3 +218,18 @@ def refuse_unreachable(absent: Mapping[str, Absence], environ: Mapping[str, str]
         if why:
             remedy = f"{_A_FOLDER}, or HF_ENDPOINT=URL of a hub that can be reached"
             raise PatchError(f"{name}: {replace(missing, seen=f'{missing.seen}; {why}', remedy=remedy)}")
+
+
+def unreachable_for(cached: Sequence[str], environ: Mapping[str, str]) -> str:
+    """Why a server cannot ask the hub about models that its cache has; empty where it can, or would not ask.
+
+    Args:
+        cached: names of the hub's.
+        environ: of the server.
+    """
+    asks = cached and not offline(environ) and not _from_modelscope(environ)
+    return hub.unreachable(environ) if asks else ""
+
+
+def _from_modelscope(environ: Mapping[str, str]) -> bool:
+    return environ.get(_MODELSCOPE, "").upper() in _TRUE_UPSTREAM

@@ -51,7 +51,7 @@ class Launch:
     """What is to be executed: command line, environment, and remarks for the person who started it.
 
     ``name`` is the served model's; ``bind`` the address or name at which the server listens; ``absent`` are the models
-    that it has to fetch first, by role and name.
+    that it has to fetch first, by role and name; ``cached`` the names of the hub's that are in its cache here.
     """
 
     argv: list[str]
@@ -60,6 +60,7 @@ class Launch:
     bind: str = ports.DEFAULT_HOST
     notes: list[str] = field(default_factory=list)
     absent: dict[str, named_model.Absence] = field(default_factory=dict)
+    cached: list[str] = field(default_factory=list)
 
 
 def _model_config(model: str) -> dict[str, object] | None:
@@ -165,7 +166,24 @@ def plan(
     named = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     named.add_argument("--served-model-name", default=name)
     given = named.parse_known_args(list(extra))[0]
-    return Launch(argv, env, given.served_model_name, ports.bound_host(extra), notes, absent)
+    cached = [one for role, one, _ in wanted if f"{role} {one}" not in absent and not named_model.is_path(one)]
+    return Launch(argv, env, given.served_model_name, ports.bound_host(extra), notes, absent, cached)
+
+
+def settle_hub(launch: Launch) -> None:
+    """Where the hub cannot be reached, serve what its cache has without asking it.
+
+    Upstream asks it for files that are here, too, and tries for minutes each.
+
+    Raises PatchError where a model is to come from it.
+    """
+    named_model.refuse_unreachable(launch.absent, launch.env)
+    why = named_model.unreachable_for(launch.cached, launch.env) if not launch.absent else ""
+    if why:
+        launch.env[named_model.OFFLINE] = "1"
+        launch.notes.append(
+            f"{why}: {', '.join(launch.cached)} from its cache on this machine ({named_model.OFFLINE}=1)"
+        )
 
 
 def _cpu_eagle3_is_on(environ: Mapping[str, str]) -> bool:
@@ -203,7 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         launch = plan(
             given.model, given.draft, given.tp, given.port, given.extra, cuda=selection.has_gpu(), environ=os.environ
         )
-        named_model.refuse_unreachable(launch.absent, launch.env)
+        settle_hub(launch)
     except PatchError as error:
         raise SystemExit(f"serve: {error}") from None
     if refused := ports.refused(launch.bind, given.port):

@@ -153,11 +153,43 @@ def test_launch_and_bench_end_likewise_and_a_dry_run_asks_nobody(
     assert len(asked) == 2
 
 
-def test_nobody_is_asked_for_a_model_that_is_here(tmp_path: Path, asked: list[str]) -> None:
+def test_nobody_is_asked_for_a_model_that_is_a_folder(tmp_path: Path, asked: list[str]) -> None:
+    target = str(Path(__file__).parents[1] / "models/tiny-kimi")
+    planned = serve.plan(target, "", 1, 30000, [], cuda=False, environ={})
+    serve.settle_hub(planned)
+    assert (planned.absent, planned.cached, asked) == ({}, [], [])
+
+
+def test_a_cached_model_is_served_without_a_hub_that_cannot_be_reached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     keep(tmp_path, "own/m", "config.json")
-    planned = serve.plan("own/m", "", 1, 30000, [], cuda=False, environ={"HF_HUB_CACHE": str(tmp_path)})
-    named_model.refuse_unreachable(planned.absent, planned.env)
-    assert (planned.absent, asked) == ({}, [])
+    started: list[dict[str, str]] = []
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(serve.os, "execvpe", lambda _program, _argv, env: started.append(env))
+    monkeypatch.setattr(serve.ready, "announce", lambda *_: None)
+    monkeypatch.setattr(launch, "_announce", lambda *_: None)
+    told = "the hub cannot be reached: No route to host: own/m from its cache on this machine (HF_HUB_OFFLINE=1)"
+    serve.main(["--model", "own/m"])
+    shown = capsys.readouterr().out
+    assert f"serve: {told}\n" in shown
+    assert "HF_HUB_OFFLINE=1" in shown.split(told)[1], "the line to use again needs it"
+    line = ["launch", "tiny-cpu", "--model", "own/m", "--draft", "", "--no-doctor"]
+    done = CliRunner().invoke(app, line)
+    assert (done.exit_code, f"launch: {told}\n" in done.output) == (0, True), done.output
+    assert [env["HF_HUB_OFFLINE"] for env in started] == ["1", "1"]
+    assert len(asked) == 2
+    # Who forbade asking is not asked for; a hub that answers, and ModelScope, are left to the server.
+    for variable, value in (("HF_HUB_OFFLINE", "1"), ("SGLANG_USE_MODELSCOPE", "1")):
+        monkeypatch.setenv(variable, value)
+        serve.main(["--model", "own/m"])
+        monkeypatch.delenv(variable)
+    assert len(asked) == 2
+    monkeypatch.setattr(hub, "unreachable", lambda _environ: "")
+    serve.main(["--model", "own/m"])
+    assert "HF_HUB_OFFLINE" not in started[-1]
+    done = CliRunner().invoke(app, [*line, "--dry-run"])
+    assert len(started) == 5, "a dry run starts nothing"
 
 
 def test_what_a_server_has_fetched_is_here_though_the_hub_has_more(tmp_path: Path, asked: list[str]) -> None:
