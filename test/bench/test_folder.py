@@ -127,8 +127,9 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: p
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(OSError, match="No space") as failed:
         folder.write(tmp_path, ab(headline="second"), [])
+    assert failed.value.filename == str(tmp_path / "samples.jsonl")
     assert {file.name: file.read_text() for file in tmp_path.iterdir()} == before
 
 
