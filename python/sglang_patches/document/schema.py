@@ -78,6 +78,11 @@ class Model(_Part):
     index_sha256: str | None = Field(
         description="Of *.safetensors.index.json; without one, over names and sizes of the weight files."
     )
+    weights_sample_sha256: str | None = Field(
+        default=None,
+        description="Over names, sizes and evenly spread blocks of the weight files: a model that was trained further "
+        "has the same index. Null in documents of earlier releases.",
+    )
 
 
 class Gpu(_Part):
