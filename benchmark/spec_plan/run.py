@@ -31,6 +31,7 @@ from benchmark.spec_plan import summary
 from benchmark.spec_plan.engine import ARMS, TOKEN_MODE, Work, measure
 from sglang_patches import provenance, selection
 from sglang_patches.bench import shard
+from sglang_patches.bench.folder import replace
 from sglang_patches.document import secrets
 
 _LIMIT_S = 900
@@ -193,7 +194,7 @@ def _write(out: Path, result: dict[str, Any], tokens: int) -> None:
     result["summary"] = summary.speeds(engines, tokens)
     result["break_even"] = summary.break_even(engines, tokens)
     result["answers"] = summary.sameness(engines)
-    out.write_text(json.dumps(result) + "\n")
+    replace(out, json.dumps(result) + "\n")
     print("\n".join(summary.tables(result["summary"], result["break_even"], result["answers"])), flush=True)
 
 
