@@ -13,10 +13,12 @@ import jsonschema
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 from unit.documents import library, patch
 from unit.documents import made as document
 
 from bench.results_made import NASTY, ab, comparison, sample
+from sglang_patches import cli
 from sglang_patches.bench import folder
 from sglang_patches.bench.findings import tables
 from sglang_patches.bench.tables import number
@@ -95,6 +97,28 @@ def test_diff_of_results_is_about_their_servers(tmp_path: Path) -> None:
     assert a.server_args is not None
     assert [library.name for process in a.processes for library in process.libraries] == ["libnccl.so.2"]
     assert "`one` was on in A and off in B" in [str(difference) for difference in diff.diff(a, b)]
+
+
+def test_diff_of_results_is_about_every_arm(tmp_path: Path) -> None:
+    """Not about the first alone: two results whose arms b differ are not the same."""
+    one, other = ab(), ab()
+    for turn in other.turns:
+        if turn.arm == "b":
+            turn.document = document(id="ba9876543210", patches=[patch("one", on=False), patch("two", on=False)])
+    folder.write(tmp_path / "x", one)
+    folder.write(tmp_path / "y", other)
+    files = [str(tmp_path / name / "result.json") for name in "xy"]
+    done = CliRunner().invoke(cli.app, ["diff", *files])
+    assert done.exit_code == 1
+    assert done.output.startswith("arm a: nothing that matters differs\narm b: ")
+    assert "  * `one` was on in A and off in B" in done.output
+    told = json.loads(CliRunner().invoke(cli.app, ["diff", "--json", *files]).output)["arms"]
+    assert [(entry["arm"], bool(entry["differences"])) for entry in told] == [("a", False), ("b", True)]
+    # Of other arms: the first.
+    for turn in other.turns:
+        turn.arm = {"a": "c"}.get(turn.arm, turn.arm)
+    folder.write(tmp_path / "y", other)
+    assert CliRunner().invoke(cli.app, ["diff", *files]).output == "nothing that matters differs\n"
 
 
 def test_the_name_is_the_folder_s(tmp_path: Path) -> None:
