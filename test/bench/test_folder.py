@@ -19,11 +19,11 @@ from unit.documents import made as document
 
 from bench.results_made import NASTY, ab, comparison, sample
 from sglang_patches import cli
-from sglang_patches.bench import folder
+from sglang_patches.bench import folder, words
 from sglang_patches.bench.findings import tables
 from sglang_patches.bench.tables import number
 from sglang_patches.document import diff, schema
-from sglang_patches.document.schema import Gpu
+from sglang_patches.document.schema import Gpu, Model
 from sglang_patches.errors import PatchError
 
 SCHEMA = Path(__file__).parents[2] / "docs/result.schema.json"
@@ -203,8 +203,8 @@ def test_what_is_no_result_is_refused_with_what_was_expected(tmp_path: Path, con
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(PatchError) as error:
         folder.load(tmp_path)
-    for words in (*told, str(file), "remedy"):
-        assert words in str(error.value)
+    for said in (*told, str(file), "remedy"):
+        assert said in str(error.value)
 
 
 def test_a_folder_without_a_result_is_named_with_what_is_there(tmp_path: Path) -> None:
@@ -266,6 +266,17 @@ def test_the_readme_says_what_was_found_and_how(tmp_path: Path) -> None:
     assert "`--allow outputs`" in text
     assert "![plot](plot.png)" in text
     assert "ABBA" in text
+
+
+def test_a_model_is_told_by_all_that_is_known_of_its_content() -> None:
+    known: dict[str, Any] = {"path": "m", "revision": None, "index_sha256": "i"}
+    for hashes, said in (
+        ({"config_sha256": "c" * 64, "weights_sample_sha256": "d" * 64}, "config cccccccccccc, weights dddddddddddd"),
+        ({"config_sha256": "c" * 64}, "config cccccccccccc"),
+        ({"config_sha256": None}, "not known by content"),
+    ):
+        told = words.code(document(models={"draft": Model(**{**known, **hashes})}))
+        assert f"draft model m ({said})" in told
 
 
 @pytest.mark.parametrize("kind", folder.KINDS)
