@@ -25,6 +25,7 @@ import torch
 
 from benchmark.verify_attention.run import WORST, Kernel, timed
 from sglang_patches import provenance
+from sglang_patches.bench.folder import replace
 from sglang_patches.runtime._split_kv import check
 from sglang_patches.runtime._split_kv.plan import Tiles
 from sglang_patches.runtime.draft_extend_split_kv.launch import KNOWN, ROWS_16, ROWS_32, ROWS_64, SplitExtend
@@ -176,7 +177,7 @@ def main() -> int:
 
     def keep(part: str, cell: Cell, found: dict[str, Any], must_run: set[str]) -> int:
         result[part].append({**cell._asdict(), "kernels": found})
-        given.out.write_text(json.dumps(result) + "\n")
+        replace(given.out, json.dumps(result) + "\n")
         told = {
             name: round(entry["median_us"], 1) if "us" in entry else entry["failed"] for name, entry in found.items()
         }
@@ -203,7 +204,7 @@ def main() -> int:
     from sglang_patches.nccl.provenance import whole
 
     result["provenance"] |= whole()
-    given.out.write_text(json.dumps(result) + "\n")
+    replace(given.out, json.dumps(result) + "\n")
     print(f"{given.out}: {'a kernel failed or is far from the reference' if wrong else 'all was measured'}")
     return 1 if wrong else 0
 

@@ -28,6 +28,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from benchmark.gather_cast.backends import PATCH, Server, Sizes, modules, publish_arguments, verify_input
 from benchmark.gather_cast.stand_in import OnCpu, stand_in
 from sglang_patches import provenance
+from sglang_patches.bench.folder import replace
 from sglang_patches.runtime import _outcome
 from sglang_patches.runtime import flashinfer_mla_gather_cast as patch
 
@@ -195,7 +196,7 @@ def main() -> int:
 
     def keep(cell: dict[str, Any]) -> None:
         result["cells"].append(cell)
-        given.out.write_text(json.dumps(result) + "\n")
+        replace(given.out, json.dumps(result) + "\n")
         told = " ".join(f"{name} {took:.3f}" for name, took in cell["ms"].items())
         print(
             f"{cell['pool_slots']:8d} slots {cell['kind']} x{cell['batch']}: {told} ms, equal: {cell['equal']}",
@@ -215,7 +216,7 @@ def main() -> int:
     from sglang_patches.nccl.provenance import whole
 
     result["provenance"] |= whole()
-    given.out.write_text(json.dumps(result) + "\n")
+    replace(given.out, json.dumps(result) + "\n")
     good = result["cells"] and all(cell["equal"] for cell in result["cells"]) and "left_out" not in result
     print(f"{given.out}: {'all was measured' if good else 'a cell is missing or its outputs differ'}")
     return 0 if good else 1

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from sglang_patches.bench.folder import replace
 from sglang_patches.runtime.oea_topk import kernel, reference
 from sglang_patches.runtime.oea_topk.experts import Experts
 from sglang_patches.runtime.oea_topk.reference import Router
@@ -151,7 +152,7 @@ def main() -> int:
         "microseconds": timed,
         "provenance": whole(),
     }
-    given.out.write_text(json.dumps(result) + "\n")
+    replace(given.out, json.dumps(result) + "\n")
     for entry in timed:
         print(entry)
     return 1 if wrong else 0

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from sglang_patches import provenance, selection
+from sglang_patches.bench.folder import replace
 
 REQUESTS = (1, 2, 4, 8)
 # With upstream's verify attention most of a verify would be that, whatever k0.
@@ -120,7 +121,7 @@ def main() -> int:
             result["engines"].append(json.loads(part.read_text()))
             part.unlink()
             result["summary"] = summary(result["engines"])
-            given.out.write_text(json.dumps(result) + "\n")
+            replace(given.out, json.dumps(result) + "\n")
             print("\n".join(table(result["summary"])), flush=True)
     return 1 if failed or not result["engines"] else 0
 

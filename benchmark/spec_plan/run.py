@@ -31,6 +31,7 @@ from benchmark.spec_plan import summary
 from benchmark.spec_plan.engine import ARMS, TOKEN_MODE, Work, measure
 from sglang_patches import provenance, selection
 from sglang_patches.bench import shard
+from sglang_patches.bench.folder import replace
 from sglang_patches.document import secrets
 
 _LIMIT_S = 900
@@ -191,7 +192,7 @@ def _failed(process: subprocess.Popen[bytes]) -> bool:
 
 def _write(out: Path, result: dict[str, Any], tokens: int) -> None:
     result |= summary.of(result["engines"], tokens)
-    out.write_text(json.dumps(result) + "\n")
+    replace(out, json.dumps(result) + "\n")
     print("\n".join(summary.tables(result, differences=False)), flush=True)
 
 

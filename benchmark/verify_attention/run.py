@@ -26,6 +26,7 @@ from typing import Any, Protocol
 import torch
 
 from sglang_patches import provenance
+from sglang_patches.bench.folder import replace
 from sglang_patches.runtime._split_kv.plan import Tiles
 from sglang_patches.runtime.mla_verify_split_kv import check
 from sglang_patches.runtime.mla_verify_split_kv.launch import ROWS_16, ROWS_32, ROWS_64, SplitVerify
@@ -217,7 +218,7 @@ def main() -> int:
     def keep(part: str, cell: tuple[int, int, int], found: dict[str, Any], must_run: set[str]) -> int:
         names = ("batch", "context", "draft_tokens")
         result[part].append({**dict(zip(names, cell, strict=True)), "kernels": found})
-        given.out.write_text(json.dumps(result) + "\n")
+        replace(given.out, json.dumps(result) + "\n")
         told = {name: entry.get("median_us", entry.get("failed")) for name, entry in found.items()}
         worst = max((entry["error"] for entry in found.values() if "error" in entry), default=math.nan)
         print(
@@ -245,7 +246,7 @@ def main() -> int:
     from sglang_patches.nccl.provenance import whole
 
     result["provenance"] |= whole()
-    given.out.write_text(json.dumps(result) + "\n")
+    replace(given.out, json.dumps(result) + "\n")
     print(f"{given.out}: {'a kernel failed or is far from the reference' if wrong else 'all was measured'}")
     return 1 if wrong else 0
 

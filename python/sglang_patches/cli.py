@@ -330,6 +330,8 @@ def diff(
 ) -> None:
     """Say in plain words what differs between two provenance documents, most telling first.
 
+    Of two results with the same arms, arm by arm.
+
     Exit code: 0 nothing that matters differs, 1 something does, 2 a file is not such a document.
     """
     from dataclasses import asdict
@@ -337,18 +339,21 @@ def diff(
     from sglang_patches.document import diff as differ
     from sglang_patches.document import schema
 
-    one, other = schema.read(a), schema.read(b)
-    found = differ.diff(one, other)
-    said = differ.summary(one, other, found)
+    told, lines, every = [], [], []
+    for arm, one, other in schema.pairs(a, b):
+        found = differ.diff(one, other)
+        said = f"{f'arm {arm}: ' if arm else ''}{differ.summary(one, other, found)}"
+        told.append({"arm": arm, "summary": said, "differences": [asdict(entry) for entry in found]})
+        lines += [said, *(f"  {'*' if entry.matters else '-'} {entry}" for entry in found)]
+        every += found
     if as_json:
-        typer.echo(json.dumps({"summary": said, "differences": [asdict(entry) for entry in found]}, indent=2))
+        whole = {"arms": told} if len(told) > 1 else {name: told[0][name] for name in ("summary", "differences")}
+        typer.echo(json.dumps(whole, indent=2))
     else:
-        typer.echo(said)
-        for entry in found:
-            typer.echo(f"  {'*' if entry.matters else '-'} {entry}")
-        if not all(entry.matters for entry in found):
+        typer.echo("\n".join(lines))
+        if not all(entry.matters for entry in every):
             typer.echo("(* matters, - taken not to matter)")
-    raise typer.Exit(1 if any(entry.matters for entry in found) else 0)
+    raise typer.Exit(1 if any(entry.matters for entry in every) else 0)
 
 
 # Commands with options of their own, which are read where they are defined; only the one that is called is imported.

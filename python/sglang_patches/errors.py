@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,20 @@ class ProcessStop(SystemExit):
     """
 
 
+#: A disk, a quota, or the size that a file may have is used up.
+_FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
+
+
+@contextlib.contextmanager
+def of_file(path: Path) -> Iterator[None]:
+    """Around writing a file: an error that names none, as of a full disk, or a temporary one beside it, names it."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise
+
+
 def of_system(error: OSError) -> str:
     """An operating system's error as a message: the file if it is about one, and then what to do."""
     if error.filename is None:
@@ -35,6 +50,8 @@ def of_system(error: OSError) -> str:
     path = Path(str(error.filename))
     above = shlex.quote(str(path.parent))
     seen, remedy = "", "name a place that exists and can be written (free space, permissions)"
+    if error.errno in _FULL:
+        remedy = f"make space: df -h {above}; then the same command again"
     if isinstance(error, FileNotFoundError):
         seen, remedy = first_missing(path), f"name a file that is there (ls {above})"
         if not path.parent.is_dir():

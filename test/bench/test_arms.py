@@ -70,7 +70,7 @@ def test_an_interpreter_is_not_resolved(series: Series, tmp_path: Path) -> None:
         ("env:X=1,env:X=2", "one value for X"),
         ("arg:speculative", "arg:--option=value"),
         ("arg:", "arg:--option=value"),
-        ("arg:--port=1", "chosen anew"),
+        ("arg:--port=1", "chosen anew for each server\n  remedy     leave it out"),
         ("python:/no/such/python", "executable"),
         ("python:/tmp", "executable"),
         ("file:x", "none, all, default"),
@@ -96,7 +96,7 @@ def test_two_arms_of_one_name(series: Series) -> None:
     ],
 )  # fmt: skip
 def test_a_secret_is_refused_and_not_shown(series: Series, spec: str) -> None:
-    with pytest.raises(PatchError, match="nothing secret") as error:
+    with pytest.raises(PatchError, match=r"nothing secret.*\n.*set it in the shell") as error:
         parse(spec, series)
     assert "hunter2" not in str(error.value)
     # What only has a value to mask inside JSON and is written otherwise is none.

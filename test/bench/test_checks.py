@@ -11,6 +11,7 @@ from unit.documents import library, made, patch
 from sglang_patches.bench import arms, checks
 from sglang_patches.bench.checks import NotComparable
 from sglang_patches.bench.model import Arm, Sample, Turn
+from sglang_patches.bench.turns import PORT_TAKEN
 from sglang_patches.series import Series
 
 ON, OFF = "default", "-clean-stop"
@@ -229,8 +230,9 @@ def test_what_no_ratio_tells_is_said() -> None:
     assert checks.notes(turns)[2:] == []
 
 
-def test_a_turn_that_needed_a_second_server_is_told() -> None:
-    turns = [turn(0, "a", retried="its port was taken"), turn(1, "b", retried="1 of 2 requests failed: oops")]
+@pytest.mark.parametrize("why", ["oops", "Cannot write to closing transport"])
+def test_a_turn_that_needed_a_second_server_is_told(why: str) -> None:
+    turns = [turn(0, "a", retried=PORT_TAKEN), turn(1, "b", retried=f"1 of 2 requests failed: {why}")]
     assert checks.notes(turns)[2:] == [
-        "turn 1 (arm b) was measured by a second server; of its first one, 1 of 2 requests failed: oops"
+        f"turn 1 (arm b) was measured by a second server; of its first one, 1 of 2 requests failed: {why}"
     ]

@@ -91,6 +91,13 @@ def test_none_that_differs_from_pristine_is_a_failure(
     assert found in done.output
 
 
+def test_a_margin_that_makes_no_sense_is_told_before_anything_is_made(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["compare-upstream", "--margin", "5", "--out", str(tmp_path / "out")])
+    assert done.exit_code == 2
+    assert "margin is 5.0" in done.output
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_pristine_arm_that_tells_patches_is_refused(
     tmp_path: Path, fake: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

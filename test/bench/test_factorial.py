@@ -54,6 +54,8 @@ def test_the_factor_that_is_slow_is_found_and_the_other_is_not(fake: str, tmp_pa
     assert done.returncode == 0, done.stderr
     assert "going on after 8 turns" in done.stderr
     assert [turn.index for turn in folder.load(out).turns] == list(range(12))
+    assert folder.load(out).analysis["looks"] == [2]
+    assert "verdicts were told after 2 rounds before" in done.stdout
     done = run(f"{SLOW},env:OTHER=1", *more)
     assert done.returncode == 2
     assert "settings.factors" in done.stderr

@@ -13,15 +13,17 @@ import jsonschema
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 from unit.documents import library, patch
 from unit.documents import made as document
 
 from bench.results_made import NASTY, ab, comparison, sample
-from sglang_patches.bench import folder
+from sglang_patches import cli
+from sglang_patches.bench import folder, words
 from sglang_patches.bench.findings import tables
 from sglang_patches.bench.tables import number
 from sglang_patches.document import diff, schema
-from sglang_patches.document.schema import Gpu
+from sglang_patches.document.schema import Gpu, Model
 from sglang_patches.errors import PatchError
 
 SCHEMA = Path(__file__).parents[2] / "docs/result.schema.json"
@@ -97,6 +99,28 @@ def test_diff_of_results_is_about_their_servers(tmp_path: Path) -> None:
     assert "`one` was on in A and off in B" in [str(difference) for difference in diff.diff(a, b)]
 
 
+def test_diff_of_results_is_about_every_arm(tmp_path: Path) -> None:
+    """Not about the first alone: two results whose arms b differ are not the same."""
+    one, other = ab(), ab()
+    for turn in other.turns:
+        if turn.arm == "b":
+            turn.document = document(id="ba9876543210", patches=[patch("one", on=False), patch("two", on=False)])
+    folder.write(tmp_path / "x", one)
+    folder.write(tmp_path / "y", other)
+    files = [str(tmp_path / name / "result.json") for name in "xy"]
+    done = CliRunner().invoke(cli.app, ["diff", *files])
+    assert done.exit_code == 1
+    assert done.output.startswith("arm a: nothing that matters differs\narm b: ")
+    assert "  * `one` was on in A and off in B" in done.output
+    told = json.loads(CliRunner().invoke(cli.app, ["diff", "--json", *files]).output)["arms"]
+    assert [(entry["arm"], bool(entry["differences"])) for entry in told] == [("a", False), ("b", True)]
+    # Of other arms: the first.
+    for turn in other.turns:
+        turn.arm = {"a": "c"}.get(turn.arm, turn.arm)
+    folder.write(tmp_path / "y", other)
+    assert CliRunner().invoke(cli.app, ["diff", *files]).output == "nothing that matters differs\n"
+
+
 def test_the_name_is_the_folder_s(tmp_path: Path) -> None:
     folder.write(tmp_path / "other", ab())
     assert folder.load(tmp_path / "other").name == "other"
@@ -127,8 +151,9 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: p
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(OSError, match="No space") as failed:
         folder.write(tmp_path, ab(headline="second"), [])
+    assert failed.value.filename == str(tmp_path / "samples.jsonl")
     assert {file.name: file.read_text() for file in tmp_path.iterdir()} == before
 
 
@@ -178,8 +203,8 @@ def test_what_is_no_result_is_refused_with_what_was_expected(tmp_path: Path, con
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(PatchError) as error:
         folder.load(tmp_path)
-    for words in (*told, str(file), "remedy"):
-        assert words in str(error.value)
+    for said in (*told, str(file), "remedy"):
+        assert said in str(error.value)
 
 
 def test_a_folder_without_a_result_is_named_with_what_is_there(tmp_path: Path) -> None:
@@ -241,6 +266,17 @@ def test_the_readme_says_what_was_found_and_how(tmp_path: Path) -> None:
     assert "`--allow outputs`" in text
     assert "![plot](plot.png)" in text
     assert "ABBA" in text
+
+
+def test_a_model_is_told_by_all_that_is_known_of_its_content() -> None:
+    known: dict[str, Any] = {"path": "m", "revision": None, "index_sha256": "i"}
+    for hashes, said in (
+        ({"config_sha256": "c" * 64, "weights_sample_sha256": "d" * 64}, "config cccccccccccc, weights dddddddddddd"),
+        ({"config_sha256": "c" * 64}, "config cccccccccccc"),
+        ({"config_sha256": None}, "not known by content"),
+    ):
+        told = words.code(document(models={"draft": Model(**{**known, **hashes})}))
+        assert f"draft model m ({said})" in told
 
 
 @pytest.mark.parametrize("kind", folder.KINDS)

@@ -33,7 +33,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
                 turn=index, arm=arm.name, prompt=prompt, prompt_tokens=4, output_tokens=8, sent=0, latency=1, ttft=0.5,
                 itl=[0.5], output_sha256="x",
             )
-            for prompt in range(3)
+            for prompt in range(len(setup.prompts.ids))
         ]  # fmt: skip
         figures = {"tokens_per_s": 100.0 + index}
         turn = Turn(
@@ -61,7 +61,7 @@ def test_a_rerun_measures_only_what_is_missing(setup: Make, measured: list[int])
     assert again[:3] == first
     with Journal(setup(), "ab", {}, quiet=True) as journal:
         assert len(journal.turns) == 5
-        assert [sample.prompt for sample in journal.samples(4)] == [0, 1, 2]
+        assert [sample.prompt for sample in journal.samples(4)] == [0, 1]
         assert {arm.name for arm in journal.arms} == {"a", "b"}
 
 
@@ -92,7 +92,7 @@ def test_what_a_killed_run_left_half_is_dropped(setup: Make, measured: list[int]
     assert measured == [0, 1, 2]
     assert [turn.index for turn in turns] == [0, 1, 2]
     lines = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
-    assert [line["turn"] for line in lines] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert [line["turn"] for line in lines] == [0, 0, 1, 1, 2, 2]
     assert len((folder / "turns.jsonl").read_text().splitlines()) == 3
 
 
@@ -193,6 +193,33 @@ def test_a_changed_line_is_told(setup: Make) -> None:
     file.write_text(file.read_text().replace('"index":0', '"index":"x"'))
     with pytest.raises(PatchError, match=r"turns\.jsonl, line 1: not a Turn"):
         run(setup(), 2)
+
+
+def test_turns_without_their_samples_are_not_continued(setup: Make, measured: list[int]) -> None:
+    run(setup(), 2)
+    file = setup().folder / "samples.jsonl"
+    whole = file.read_text()
+    for left, said in (
+        ("", "has 0 requests of turn 0, and 2"),
+        (whole.splitlines(True)[0], "has 1 requests of turn 0"),
+    ):
+        file.write_text(left)
+        with pytest.raises(PatchError, match=said):
+            run(setup(), 3)
+        assert file.read_text() == left
+    file.write_text(whole)
+    run(setup(), 3)
+    assert measured == [0, 1, 2]
+
+
+@pytest.mark.parametrize("damaged", ["", '{"x', "{}", "[]", '{"arms": 1}', '{"arms": {"a": 1}}', "\udce4"])
+def test_a_damaged_description_of_the_run_is_told(setup: Make, measured: list[int], damaged: str) -> None:
+    run(setup(), 1)
+    file = setup().folder / "run.json"
+    file.write_text(damaged, errors="surrogateescape")
+    with pytest.raises(PatchError, match=r"run\.json: does not say what run began here"):
+        run(setup(), 1)
+    assert measured == [0]
 
 
 def test_secrets_do_not_get_into_the_folder(setup: Make) -> None:

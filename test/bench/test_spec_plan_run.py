@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -186,6 +187,23 @@ def test_an_arm_of_upstream_has_no_patches_and_a_gpu_is_named_to_its_engine(monk
 
 # Of variables that a command is told with; upstream's import sets some in this process.
 STEERING = ("SGL", "NCCL", "CUDA", "TRITON", "OMP", "FLASHINFER", "TORCH", "PYTORCH")
+
+
+def test_a_disk_that_is_full_leaves_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "tokens.json"
+    result: dict[str, Any] = {"engines": [engine("none", 0, {None: (1.0, 10)})]}
+    run._write(out, result, 10)
+    before = out.read_text()
+    assert len(json.loads(before)["engines"]) == 1
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    result["engines"].append(engine("plan", 0, {2.5: (0.5, 4)}))
+    with pytest.raises(OSError, match=f"No space left on device: '{out}'"):
+        run._write(out, result, 10)
+    assert [(file, file.read_text()) for file in tmp_path.iterdir()] == [(out, before)]
 
 
 def test_the_result_has_the_whole_command_and_goes_on_with_the_same_token_mode_only(

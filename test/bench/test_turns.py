@@ -321,3 +321,12 @@ def _until(true: Callable[[], bool], seconds: float) -> None:
     while not true():
         assert time.monotonic() < deadline
         time.sleep(0.1)
+
+
+def test_a_server_that_somebody_killed_is_told_with_where_to_look(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    process.kill()
+    process.wait()
+    (tmp_path / "log").write_text("all is well\n")
+    with pytest.raises(PatchError, match=r"\(signal SIGKILL\)\n(.*\n)*  remedy     see who ended it: the kernel"):
+        server.Server(process, "http://127.0.0.1:1", "m", tmp_path / "log").check_alive("while it was measured")

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -205,6 +206,32 @@ def test_hashes_that_another_user_could_have_written_are_not_believed(
     assert not kept.exists()
 
 
+def test_a_model_that_was_trained_further_is_another(tmp_path: Path) -> None:
+    """Its files have the same names and sizes, and its index the same text."""
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    rng = random.Random(0)
+    parts = [tmp_path / f"model-{at}.safetensors" for at in range(2)]
+    for part in parts:
+        part.write_bytes(rng.randbytes(3_000_000))
+    former = machine.model(str(tmp_path))
+    assert machine.model(str(tmp_path)) == former
+    copied = tmp_path / "copied"
+    copied.mkdir()
+    for part in parts:
+        (copied / part.name).write_bytes(part.read_bytes())
+    assert machine.model(str(copied)).weights_sample_sha256 == former.weights_sample_sha256
+    for part in parts:  # the part of a layer, beyond the header, that a bf16 of 64 KiB apart would be
+        before = part.read_bytes()
+        for at in range(0, len(before) - 100_000, 700_000):
+            part.write_bytes(before[:at] + rng.randbytes(100_000) + before[at + 100_000 :])
+            told = machine.model(str(tmp_path))
+            assert told.weights_sample_sha256 != former.weights_sample_sha256
+            assert told.index_sha256 == former.index_sha256
+        part.write_bytes(before)
+    (tmp_path / "empty.safetensors").touch()
+    assert machine.model(str(tmp_path)).weights_sample_sha256 != former.weights_sample_sha256
+
+
 def test_a_model_is_known_by_its_content(tmp_path: Path) -> None:
     folder = ROOT / "test/models/tiny-kimi"
     told = machine.model(str(folder))
@@ -223,6 +250,7 @@ def test_a_model_is_known_by_its_content(tmp_path: Path) -> None:
     index.write_text("{}")
     assert machine.model(str(snapshot)).index_sha256 == hashlib.sha256(b"{}").hexdigest()
     unknown = machine.model("no-such/model", "main")
+    assert unknown.weights_sample_sha256 is None
     assert (unknown.config_sha256, unknown.index_sha256, unknown.revision) == (None, None, "main")
     args = {"model_path": str(folder), "speculative_draft_model_path": None}
     assert set(machine.models(args)) == {"target"}

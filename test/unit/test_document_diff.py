@@ -15,8 +15,29 @@ from sglang_patches.document.schema import Document, File, Gpu, Model
 from .documents import library, made, patch
 
 
-def model(path: str = "m", config: str | None = "c", index: str | None = "i", revision: str | None = None) -> Model:
-    return Model(path=path, revision=revision, config_sha256=config, index_sha256=index)
+def model(
+    path: str = "m",
+    config: str | None = "c",
+    index: str | None = "i",
+    revision: str | None = None,
+    sample: str | None = None,
+) -> Model:
+    return Model(
+        path=path, revision=revision, config_sha256=config, index_sha256=index, weights_sample_sha256=sample
+    )  # fmt: skip
+
+
+def test_weights_of_the_same_names_and_sizes_are_told_apart_by_their_sample() -> None:
+    def told(one: str | None, other: str | None, path: str = "m") -> list[tuple[str, bool]]:
+        a, b = (
+            made(models={"draft": model(path=where, sample=sample)}) for where, sample in (("m", one), (path, other))
+        )
+        return [(str(entry), entry.matters) for entry in diff(a, b)]
+
+    said = "the weights of the draft model are other numbers in files of the same names and sizes (s in A, t in B)"
+    assert told("s", "t") == [(said, True)]
+    assert told("s", "t", path="n") == [(said, True), ("the path of the draft model was m in A and n in B", False)]
+    assert told("s", "s") == told(None, "t") == told("s", None) == []
 
 
 def test_the_first_sentence_names_the_patch() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shlex
 import time
@@ -11,14 +12,16 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sglang.srt.server_args import ServerArgs
 
+from sglang_patches import api_key
 from sglang_patches.document import secrets
 
 SECRET = "Sesame77opensesame"
 NAMES = (
     "api_key", "admin-api-key", "HF_TOKEN", "apiKey", "ssl_keyfile_password", "AWS_SECRET_ACCESS_KEY", "authToken",
     "PASSWD", "client_secret", "credentials", "Authorization", "private_key", "SGLANG_ADMIN_PWD", "access_token",
-    "watermark_key_b", "accessKey",
+    "watermark_key_b", "accessKey", "db_pass", "s3_creds", "jwt", "HFTOKEN",
 )  # fmt: skip
 
 
@@ -31,7 +34,10 @@ def test_what_a_name_gives_away_is_masked_everywhere(name: str) -> None:
     for told in (
         secrets.mask(nested),
         secrets.mask_text(f"https://host/x?a=1&{name}={SECRET}&b=2"),
+        secrets.mask_text(f"https://host/x?{name}={SECRET}&b=2"),  # the scheme is a name with a value, too
+        secrets.mask_text(f"a:b={name}={SECRET}"),
         secrets.mask_text(f"{name}: {SECRET}"),
+        secrets.mask_text(f"--port 1 {option} {SECRET} --x"),
         secrets.command(["--model-loader-extra-config", json.dumps({"x": {name: SECRET}})]),
         secrets.command(["--json", f"{{'{name}': '{SECRET}'}}"]),
         secrets.environment({f"SGLANG_{name.upper().replace('-', '_')}": SECRET}),
@@ -44,6 +50,8 @@ def test_what_a_name_gives_away_is_masked_everywhere(name: str) -> None:
     [
         "https://user:opensesame@host/x",
         "redis://:opensesame@host:6379",
+        "redis://:open/opensesame@host:6379",
+        "redis://user:opensesame/+@host:6379",
         "postgres://opensesame@host",
         "https://user:a@opensesame@host/x",
         "user:opensesame@proxy:3128",
@@ -79,6 +87,8 @@ def test_what_looks_like_a_secret_is_masked_under_any_name(value: str) -> None:
         "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6",
         "moonshotai/Kimi-K2.5",
         "http://127.0.0.1:30000/v1",
+        "https://host:8080/project@v1",
+        "--forward-pass-metrics-worker-id w1 --tp 2",
         "0123456789abcdef" * 4,
         "^mlx5_0,eth0",
         "a=1,b:2;c='three four'",
@@ -103,6 +113,25 @@ def test_counts_of_tokens_are_kept() -> None:
     assert secrets.command(["--draft-tokens", "2,4,8"]) == ["--draft-tokens", "2,4,8"]
     assert secrets.command(["--draft-tokens", "4,open"]) == ["--draft-tokens", "***"]
     assert secrets.mask({"keys": "12,,13"}) == {"keys": "***"}
+
+
+def test_what_upstreams_parser_takes_for_a_keys_option_is_masked() -> None:
+    parser = argparse.ArgumentParser(add_help=False)
+    ServerArgs.add_cli_args(parser)
+    for option in api_key.VARIABLES:
+        known = [word for word in parser._option_string_actions if word.startswith("--")]
+        short = [option[:length] for length in range(4, len(option) + 1)]
+        meant = [word for word in short if [full for full in known if full.startswith(word)] == [option]]
+        assert option in meant
+        assert f"--{option[2:5]}" in meant
+        for word in meant:
+            assert secrets.command([word, SECRET, f"{word}={SECRET}"]) == [word, "***", f"{word}=***"]
+    assert secrets.command(["bench", "ab", "--a", "none"]) == ["bench", "ab", "--a", "none"]
+
+
+def test_the_last_part_of_a_name_may_be_a_compilers_pass() -> None:
+    environ = {"TORCHINDUCTOR_GROUP_BATCH_PASS": "1", "SGLANG_DB_PASS": SECRET}
+    assert secrets.environment(environ) == {"SGLANG_DB_PASS": "***", "TORCHINDUCTOR_GROUP_BATCH_PASS": "1"}
 
 
 def test_a_line_for_a_shell_has_what_the_shell_lacks_in_front() -> None:
@@ -142,7 +171,7 @@ def test_the_value_of_an_option_is_masked_whatever_stands_around_it(value: str, 
     assert told[len(around) : len(around) + 3] == ["--api-key=***", "--api-key", "***"]
 
 
-@pytest.mark.parametrize("piece", ["a", "eyJ", "a:", "key='", "a.-", "A1b", "://"])
+@pytest.mark.parametrize("piece", ["a", "eyJ", "a:", "key='", "a.-", "A1b", "://", "a ", "--a ", "--key ", "x=key:"])
 def test_long_values_take_no_time(piece: str) -> None:
     began = time.perf_counter()
     secrets.mask_text(piece * 10_000)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -47,7 +48,10 @@ def test_what_is_forbidden_and_all_else(tmp_path: Path) -> None:
     assert f"change who may: ls -ld {tmp_path}" in of_system(
         PermissionError(13, "Permission denied", str(tmp_path / "a"))
     )
-    assert "free space" in of_system(OSError(28, "No space left on device", "a"))
+    assert of_system(OSError(errno.ENOSPC, "No space left on device", "/d/a")) == (
+        "/d/a: No space left on device\n  remedy     make space: df -h /d; then the same command again"
+    )
+    assert "free space" in of_system(OSError(errno.EROFS, "Read-only file system", "a"))
     assert of_system(OSError("timed out")) == "timed out"
 
 

@@ -61,6 +61,7 @@ def ab(
     A run that was stopped goes on with the same command. Exit code: 0 measured, whatever the verdict; 2 not.
     """
     series = options.installed_series()
+    statistics.check_options(margin, CONFIDENCE)
     pair = [arms.parse("a", a, series), arms.parse("b", b, series, taken=["a"])]
     setup = options.setup(
         out or options.name("ab", a, b), model=model, draft=draft, tp=tp, server_args=server_args, prompts=prompts,

@@ -142,7 +142,8 @@ def _no_secret(spec: str, word: str, name: str, value: str) -> None:
     looks = secrets.MASK in secrets.mask_text(value) and secrets.MASK not in value
     if value and (secrets.is_secret(name, value) or looks):
         shown = secrets.mask_text(spec.replace(value, secrets.MASK))
-        raise _wrong(shown, word, "nothing secret, because a selection is kept in the result: set it for all arms")
+        expected = "nothing secret, because a selection is kept in the result"
+        raise _wrong(shown, word, expected, "set it in the shell, for the servers of all arms")
 
 
 def _argument(spec: str, text: str) -> list[str]:
@@ -154,7 +155,8 @@ def _argument(spec: str, text: str) -> list[str]:
     option = head.partition("=")[0]
     _no_secret(spec, f"arg:{option}", option, text.partition("=")[2] if "=" in head else " ".join(found[1:]))
     if option in _OWN_ARGUMENTS:
-        raise _wrong(spec, f"arg:{text}", f"another option: {option} is chosen anew for each server")
+        expected = f"another option: {option} is chosen anew for each server"
+        raise _wrong(spec, f"arg:{text}", expected, "leave it out")
     return found
 
 
@@ -162,12 +164,13 @@ def _interpreter(spec: str, text: str) -> str:
     # Not resolved: an environment's interpreter is a link, and the place of the link is what makes it one.
     path = os.path.abspath(os.path.expanduser(text))
     if not os.access(path, os.X_OK) or os.path.isdir(path):
-        raise _wrong(spec, f"python:{text}", "an executable file, such as python:/opt/pristine/bin/python")
+        expected = "an executable file, such as python:/opt/pristine/bin/python"
+        raise _wrong(spec, f"python:{text}", expected, f"see what is there: ls -l {shlex.quote(path)}")
     return path
 
 
-def _wrong(spec: str, word: str, expected: str) -> PatchError:
-    return PatchError(
-        f"{word!r} in selection {spec!r} is not usable\n  expected   {expected}\n"
-        f"  remedy     words are joined with commas; a comma inside one is written \\,"
-    )
+_JOINED = "words are joined with commas; a comma inside one is written \\,"
+
+
+def _wrong(spec: str, word: str, expected: str, remedy: str = _JOINED) -> PatchError:
+    return PatchError(f"{word!r} in selection {spec!r} is not usable\n  expected   {expected}\n  remedy     {remedy}")

@@ -18,6 +18,7 @@ from pathlib import Path
 from sglang_patches.bench import arms as selections
 from sglang_patches.bench import folder as folders
 from sglang_patches.bench.model import HIGHER_IS_BETTER, Arm, Sample, Turn
+from sglang_patches.bench.turns import PORT_TAKEN
 from sglang_patches.document import diff as differ
 from sglang_patches.document.diff import Difference
 from sglang_patches.errors import PatchError
@@ -91,7 +92,7 @@ def notes(turns: Sequence[Turn]) -> list[str]:
         for name in silent
     ]
     said += [f"arm {name}'s servers tell no output ids, so outputs were not compared" for name in unknown]
-    again = [turn for turn in turns if turn.retried and "port" not in turn.retried]
+    again = [turn for turn in turns if turn.retried not in ("", PORT_TAKEN)]
     said += [
         f"turn {turn.index} (arm {turn.arm}) was measured by a second server; of its first one, {turn.retried}"
         for turn in again

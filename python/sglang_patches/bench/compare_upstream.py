@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from sglang_patches.bench import ab, arms, checks, options, plots, pristine
+from sglang_patches.bench import ab, arms, checks, options, plots, pristine, statistics
 from sglang_patches.bench import folder as folders
 from sglang_patches.bench.app import command
 from sglang_patches.bench.journal import Journal, abba, run_turns
@@ -60,6 +60,7 @@ def compare_upstream(
     beyond chance and the margin, 2 not measured.
     """
     series = options.installed_series()
+    statistics.check_options(margin, ab.CONFIDENCE)
     setup = options.setup(
         out, model=model, draft=draft, tp=tp, server_args=server_args, prompts=prompts, prompt_tokens=prompt_tokens,
         vocabulary=vocabulary, workload_file=workload_file, output_tokens=output_tokens, concurrency=concurrency,

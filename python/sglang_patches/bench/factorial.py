@@ -147,6 +147,7 @@ def conclude(
     from sglang_patches.document import collect
 
     found = analyse(turns, design, arms, margin, confidence)
+    looks = checks.looks(folder, "factorial", len({turn.block for turn in turns}))
     analysis: dict[str, Any] = {
         "factors": list(design.factors),
         "design": design.describe(),
@@ -162,7 +163,8 @@ def conclude(
         "confidence": confidence,
         "seed": seed,
         "effects": {figure: one.document() for figure, one in found.items()},
-        "notes": checks.notes(turns),
+        "looks": looks,
+        "notes": [*checks.looked(looks), *checks.notes(turns)],
     }
     return Result(
         kind="factorial",

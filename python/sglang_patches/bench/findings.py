@@ -83,7 +83,7 @@ def _factorial(result: Result, rest: _Rest) -> list[Table]:
             {"arm": arm, **{name: "on" if on else "off" for name, on in run.items()}} for arm, run in runs.items()
         ]
         found.append(replace(rows_table("runs", served), folded=True))
-    for name in ("margin", "confidence", "seed"):
+    for name in ("margin", "confidence", "seed", "looks"):
         rest.pop(name, None)
     return found
 

@@ -22,7 +22,7 @@ from sglang_patches.bench import readme
 from sglang_patches.bench.model import Result, Sample, Turn
 from sglang_patches.document import schema
 from sglang_patches.document.unnamed import unnamed
-from sglang_patches.errors import PatchError
+from sglang_patches.errors import PatchError, of_file
 
 RESULT, SAMPLES, PLOT, README = "result.json", "samples.jsonl", "plot.png", "README.md"
 VERSION = 2
@@ -52,21 +52,18 @@ def write(folder: Path, result: Result, samples: Iterable[Sample] | None = None)
 
 def replace(file: Path, text: str) -> None:
     """Write a file so that a reader, also after a crash, sees the former content or all of `text`."""
-    try:
+    with of_file(file):
         handle, name = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
-    except OSError as error:
-        error.filename = str(file)  # which was named, and not the temporary one
-        raise
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as new:
-            new.write(text)
-            new.flush()
-            os.fsync(new.fileno())
-        os.chmod(name, 0o644)  # mkstemp lets nobody else read it
-        os.replace(name, file)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as new:
+                new.write(text)
+                new.flush()
+                os.fsync(new.fileno())
+            os.chmod(name, 0o644)  # mkstemp lets nobody else read it
+            os.replace(name, file)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
 
 
 def when(folder: Path) -> str:

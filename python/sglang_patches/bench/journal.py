@@ -36,7 +36,7 @@ from sglang_patches.bench.progress import Progress
 from sglang_patches.bench.turns import Setup, one_turn
 from sglang_patches.document import diff as differ
 from sglang_patches.document import secrets
-from sglang_patches.errors import PatchError
+from sglang_patches.errors import PatchError, of_file
 
 __all__ = ["Journal", "Setup", "abba", "one_turn", "run_turns"]
 
@@ -138,8 +138,15 @@ class Journal(AbstractContextManager["Journal"]):
                 )
             self._write_run()
             return
-        found = json.loads(file.read_text(encoding="utf-8"))
-        self._arms = {name: Arm.model_validate(arm) for name, arm in found.pop("arms").items()}
+        try:
+            found = json.loads(file.read_text(encoding="utf-8"))
+            self._arms = {name: Arm.model_validate(arm) for name, arm in found.pop("arms").items()}
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            raise PatchError(
+                f"{file}: does not say what run began here\n"
+                f"  expected   what this command wrote at the beginning; the file was changed or damaged\n"
+                f"  remedy     restore it, or name another --out"
+            ) from None
         if differing := _differing(found, self._identity):
             said = "\n".join(f"  {name:<10} {one} in the folder, {other} now" for name, one, other in differing[:5])
             raise PatchError(
@@ -152,6 +159,14 @@ class Journal(AbstractContextManager["Journal"]):
         for sample in samples:
             if sample.turn in kept:
                 self._samples.setdefault(sample.turn, []).append(sample)
+        wanted = len(self.setup.prompts.ids)
+        for index in sorted(kept):
+            if (there := len(self._samples.get(index, []))) != wanted:
+                raise PatchError(
+                    f"{self.folder}: samples.jsonl has {there} requests of turn {index}, and {wanted} were measured\n"
+                    f"  expected   every request of a turn that turns.jsonl has: its samples were written first\n"
+                    f"  remedy     restore the file, or name another --out"
+                )
         if len(samples) != sum(map(len, self._samples.values())):
             self._rewrite_samples()
 
@@ -259,11 +274,12 @@ class Journal(AbstractContextManager["Journal"]):
 def write(file: Path, text: str) -> None:
     """Replace a file as a whole, so that no one ever sees half of it."""
     new = file.with_name(f"{file.name}.new")
-    with new.open("w", encoding="utf-8") as out:
-        out.write(text)
-        out.flush()
-        os.fsync(out.fileno())
-    new.replace(file)
+    with of_file(file):
+        with new.open("w", encoding="utf-8") as out:
+            out.write(text)
+            out.flush()
+            os.fsync(out.fileno())
+        new.replace(file)
 
 
 def _append(file: Path, entries: Sequence[BaseModel]) -> None:

@@ -12,7 +12,7 @@ from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from sglang_patches.bench.model import HIGHER_IS_BETTER, Result, Turn
-from sglang_patches.errors import PatchError
+from sglang_patches.errors import PatchError, of_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,7 +40,8 @@ def draw(result: Result, folder: Path) -> None:
     except PatchError as error:
         print(f"no plot: {error}", file=sys.stderr)
         return
-    figure.savefig(folder / "plot.png", dpi=130)
+    with of_file(folder / "plot.png"):
+        figure.savefig(folder / "plot.png", dpi=130)
 
 
 def of(result: Result) -> Figure:

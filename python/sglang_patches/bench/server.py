@@ -93,7 +93,13 @@ class Server:
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         taken = _PORT_TAKEN.search(tail(self.log))
         kind = PortTaken if taken else PatchError
-        remedy = f"end what listens on {self.url}, or try again" if taken else "read the log; the last lines tell most"
+        remedy = "read the log; the last lines tell most"
+        if taken:
+            remedy = f"end what listens on {self.url}, or try again"
+        elif code == -signal.SIGKILL:  # of which a log has no line
+            remedy = (
+                "see who ended it: the kernel does where memory is short (dmesg | tail, memory.events of a container)"
+            )
         raise kind(f"the server ended {when} ({how})\n{shown(self.log)}\n  remedy     {remedy}")
 
     def info(self) -> dict[str, Any]:

@@ -21,6 +21,9 @@ from sglang_patches.errors import PatchError
 
 Say = Callable[[str], None]
 
+#: Why a turn was measured by a second server, where the first was asked nothing.
+PORT_TAKEN = "its port was taken"
+
 
 class TurnFailed(PatchError):
     """An arm could not be measured: its server did not come up, died or hung, or requests failed."""
@@ -72,8 +75,8 @@ def one_turn(setup: Setup, arm: Arm, index: int, block: int, say: Say = lambda t
         except server.PortTaken as error:
             if attempt == 2:
                 raise _named(error, arm, index) from None
-            retried = "its port was taken"
-            say("its port was taken, starting it again on another")
+            retried = PORT_TAKEN
+            say(f"{PORT_TAKEN}, starting it again on another")
             continue
         except PatchError as error:
             raise _named(error, arm, index) from None

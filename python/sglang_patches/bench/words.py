@@ -59,7 +59,8 @@ def code(document: Document) -> list[str]:
     nccl = sorted({process.nccl for process in document.processes if process.nccl})
     told.append(", ".join(versions + [f"NCCL {version} loaded" for version in nccl]))
     for role, model in document.models.items():
-        by = f"config {model.config_sha256[:12]}" if model.config_sha256 else "not known by content"
+        hashes = (("config", model.config_sha256), ("weights", model.weights_sample_sha256))
+        by = ", ".join(f"{of} {sha[:12]}" for of, sha in hashes if sha) or "not known by content"
         told.append(f"{role} model {model.path} ({by})")
     return told
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import glob
+import hashlib
 import importlib
 import json
 import os
@@ -16,6 +18,9 @@ from sglang_patches.document.schema import Gpu, Machine, Model
 from sglang_patches.document.secrets import mask_text
 from sglang_patches.nccl import topology
 from sglang_patches.upstream import digest
+
+# Of a sample of weights: how many blocks in all, and their bytes.
+_BLOCKS, _BLOCK = 256, 4096
 
 
 def machine(environ: Mapping[str, str] | None = None, nvml: Any = None) -> Machine:
@@ -131,6 +136,7 @@ def model(path: str, revision: str | None = None) -> Model:
         revision=commit or revision,
         config_sha256=_sha256(folder / "config.json"),
         index_sha256=_sha256(Path(indexes[0])) if indexes else _weights(folder),
+        weights_sample_sha256=_sample(folder),
     )
 
 
@@ -151,8 +157,36 @@ def _sha256(file: Path) -> str | None:
         return None
 
 
+def _weight_files(folder: Path) -> list[Path]:
+    return sorted(file for pattern in ("*.safetensors", "*.bin", "*.gguf") for file in folder.glob(pattern))
+
+
 def _weights(folder: Path) -> str | None:
-    files = sorted(file for pattern in ("*.safetensors", "*.bin", "*.gguf") for file in folder.glob(pattern))
+    files = _weight_files(folder)
     if not files:
         return None
     return digest(json.dumps([[file.name, file.stat().st_size] for file in files]).encode())
+
+
+def _sample(folder: Path) -> str | None:
+    """A megabyte of the weights is read: all of them would take minutes, and training changes every layer."""
+    try:
+        states = [(file, file.stat()) for file in _weight_files(folder)]
+        return _sampled(tuple((str(file), state.st_size, state.st_mtime_ns) for file, state in states))
+    except OSError:
+        return None
+
+
+@functools.lru_cache(maxsize=16)  # a server is asked again and again, and a network's disk takes a while
+def _sampled(files: tuple[tuple[str, int, int], ...]) -> str | None:
+    if not files:
+        return None
+    each = max(4, _BLOCKS // len(files))
+    seen = hashlib.sha256()
+    for name, size, _changed in files:
+        seen.update(json.dumps([os.path.basename(name), size]).encode())
+        last = max(0, size - _BLOCK)
+        with open(name, "rb", buffering=0) as file:
+            for offset in sorted({last * at // (each - 1) for at in range(each)}):
+                seen.update(os.pread(file.fileno(), _BLOCK, offset))
+    return seen.hexdigest()

@@ -78,6 +78,11 @@ class Model(_Part):
     index_sha256: str | None = Field(
         description="Of *.safetensors.index.json; without one, over names and sizes of the weight files."
     )
+    weights_sample_sha256: str | None = Field(
+        default=None,
+        description="Over names, sizes and evenly spread blocks of the weight files: a model that was trained further "
+        "has the same index. Null in documents of earlier releases.",
+    )
 
 
 class Gpu(_Part):
@@ -237,8 +242,38 @@ def read(file: Path) -> Document:
         PatchError: it is not JSON, or as `parse` says.
         OSError: it cannot be read.
     """
+    return parse(_json(file), str(file))
+
+
+def pairs(a: Path, b: Path) -> list[tuple[str, Document, Document]]:
+    """(arm, document of a, document of b) to compare: of two results with the same arms each arm's first server.
+
+    Of anything else the first document, and the arm is empty.
+
+    Raises:
+        PatchError, OSError: as `read`.
+    """
+    one, other = _json(a), _json(b)
+    there, here = _by_arm(one), _by_arm(other)
+    if len(there) > 1 and there.keys() == here.keys():
+        return [(arm, parse(there[arm], str(a)), parse(here[arm], str(b))) for arm in there]
+    return [("", parse(one, str(a)), parse(other, str(b)))]
+
+
+def _by_arm(data: Any) -> dict[str, Any]:
+    """The first document of each arm among a result's turns; empty where an arm's servers told none."""
+    turns = data.get("turns") if isinstance(data, dict) else None
+    found: dict[str, Any] = {}
+    for turn in turns if isinstance(turns, list) else []:
+        if not isinstance(turn, dict) or not isinstance(turn.get("arm"), str) or find(turn.get("document")) is None:
+            return {}
+        found.setdefault(turn["arm"], turn["document"])
+    return found
+
+
+def _json(file: Path) -> Any:
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise PatchError(f"{file}: not JSON: {error}\n  remedy     name a result or provenance file") from None
-    return parse(unshared(data), str(file))
+    return unshared(data)

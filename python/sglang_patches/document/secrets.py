@@ -23,11 +23,17 @@ _ALLOWED = re.compile(
 )
 _SECRET_WORDS = frozenset((
     "key", "secret", "auth", "authorization", "bearer", "cookie", "credential", "credentials", "private",
-    "pwd", "pat", "sas", "sig", "signature", "passphrase", "keyfile", "keyfiles",
+    "pwd", "pat", "sas", "sig", "signature", "passphrase", "keyfile", "keyfiles", "cred", "creds", "jwt", "psk",
 ))  # fmt: skip
 _SECRET_PARTS = ("password", "passwd", "secret", "apikey", "credential", "accesskey", "authtoken", "privatekey")
 # Words that are secrets under some names and counts under others: `max_total_tokens`, `experts_per_token`.
 _COUNTED = frozenset(("tokens", "keys", "token"))
+# Short for a password at the end of a name, or a switch of a compiler's pass: `DB_PASS`, `TORCHINDUCTOR_X_PASS=1`.
+_ENDINGS = frozenset(("pass", "pw"))
+# Upstream's parser takes any beginning of an option that is no other's: `--api-k KEY` serves with that key. From four
+# characters on, because our own commands have an option --a.
+_KEY_OPTIONS = ("--api-key", "--admin-api-key")
+_SHORTEST = 4
 # Upstream's arguments that have such a word, a value that is no count, and no secret.
 _HARMLESS = frozenset((
     "speculative_token_map", "bucket_time_to_first_token", "prompt_tokens_buckets", "generation_tokens_buckets",
@@ -40,6 +46,8 @@ _COUNT = re.compile(rf"{_NUMBER}(,{_NUMBER}){{0,31}}|true|false|none|null|", re.
 _VALUES = (
     # scheme://user:password@host, also with an @ in the password, and user:password@host
     (re.compile(r"(?<=://)[^/\s\"']+(?=@)"), MASK),
+    # and with a / in the password, which is no port with a path behind it
+    (re.compile(r"(?<=://)[^/\s\"':@]{0,200}:(?!\d+/)[^\s\"'@]{1,200}(?=@)"), MASK),
     (re.compile(r"(?<![\w./-])[\w.-]+:[^\s:/@\"']+(?=@[\w.-])"), MASK),
     (re.compile(r"(?i)(authorization[\"']?\s*[:=]\s*[\"']?)[^\"'\n,;}]+"), rf"\1{MASK}"),
     # -----BEGIN ... PRIVATE KEY----- up to its end, if it has one
@@ -63,9 +71,8 @@ _VALUES = (
 )
 # Names start at a boundary and are bounded, or long values would take time that grows with their square.
 # key=value and "key": "value" inside a value: query strings, headers, JSON in an argument.
-_PAIR = re.compile(
-    r"""(?P<name>(?<![\w-])[\w-]{1,200})(?P<gap>["']?\s*[=:]\s*)(?P<value>"[^"]*"?|'[^']*'?|[^\s"'&,;}{]+)"""
-)
+_NAME = re.compile(r"""(?P<name>(?<![\w-])[\w-]{1,200})(["']?\s*[=:]\s*|(?<=[\w-])\s+)""")
+_VALUE = re.compile(r""""[^"]*"?|'[^']*'?|[^\s"'&,;}{]+""")
 
 
 def is_secret(name: str, value: object = "x") -> bool:
@@ -73,13 +80,17 @@ def is_secret(name: str, value: object = "x") -> bool:
     plain = name.strip().lstrip("-").replace("-", "_")
     if plain.lower() in _HARMLESS:
         return False
+    option = name.strip()
+    if len(option) >= _SHORTEST and any(full.startswith(option) for full in _KEY_OPTIONS):
+        return value is not None and not isinstance(value, bool) and value != ""
     words = re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", plain).lower().split("_")
     joined = plain.lower().replace("_", "")
     if not _SECRET_WORDS.isdisjoint(words) or any(part in joined for part in _SECRET_PARTS):
         return value is not None and not isinstance(value, bool) and value != ""
     if words[-1] == "token" and words[-2:-1] != ["per"]:
         return value is not None and not isinstance(value, bool) and value != ""
-    return not _COUNTED.isdisjoint(words) and not _COUNT.fullmatch(str(value))
+    counted = words[-1] in _ENDINGS or words[-1].endswith("token") or not _COUNTED.isdisjoint(words)
+    return counted and not _COUNT.fullmatch(str(value))
 
 
 def mask_text(text: str) -> str:
@@ -91,12 +102,25 @@ def mask_text(text: str) -> str:
             pass  # not JSON after all
     for pattern, put in _VALUES:
         text = pattern.sub(put, text)
+    return _pairs(text)
 
-    def pair(match: re.Match[str]) -> str:
-        hide = is_secret(match["name"], match["value"].strip("\"'"))
-        return match["name"] + match["gap"] + (MASK if hide else match["value"])
 
-    return _PAIR.sub(pair, text)
+def _pairs(text: str) -> str:
+    """The text without the values that stand behind the name of a secret.
+
+    What stands behind another name is looked at in its turn: `https:` is a name, and what follows may have `?token=`.
+    """
+    out, kept = [], 0
+    for match in _NAME.finditer(text):
+        # Apart by blanks, as in a command line: there a name is an option.
+        option = match[2].isspace()
+        if match.start() < kept or (option and not match["name"].startswith("--")) or not is_secret(match["name"]):
+            continue
+        value = _VALUE.match(text, match.end())
+        if value and not (option and value[0].startswith("-")) and is_secret(match["name"], value[0].strip("\"'")):
+            out += [text[kept : match.end()], MASK]
+            kept = value.end()
+    return "".join([*out, text[kept:]])
 
 
 def mask(value: Any, name: str = "") -> Any:
