@@ -8,7 +8,7 @@ the scheduler's stacks while a long answer is made, and measures again. Where th
 for the GPU, and the table says what it does instead. py-spy stops the process for each sample, so a pass takes longer
 meanwhile; only shares are taken from the samples.
 
-Needs py-spy (`pip install py-spy`), and the right to trace a child process. About 2 minutes. Written: result.json,
+Needs py-spy (`pip install py-spy`), and the right to trace a child process. About 2 minutes. Written: host.json,
 table.md and stacks.txt.xz. Exit code: 0 measured, 2 it could not.
 """
 
@@ -89,15 +89,16 @@ def main() -> int:
             served.engine.shutdown()
         lines, result = told
     command = secrets.again(["python", "-m", "benchmark.host_cycle.run", *sys.argv[1:]], os.environ)
-    result |= {"command": command, "arm": given.arm, "arguments": served.chosen.shown(served.steps)}
-    result |= {"code_state": provenance.code_state(), "when": datetime.now(UTC).isoformat(timespec="seconds")}
+    result = {"command": command, "headline": stacks.headline(result), "arm": given.arm, **result}
+    result |= {"arguments": " ".join(served.chosen.shown(served.steps)), "code_state": provenance.code_state()}
+    result["when"] = datetime.now(UTC).isoformat(timespec="seconds")
     given.out.mkdir(parents=True, exist_ok=True)
     (given.out / "stacks.txt.xz").write_bytes(lzma.compress("\n".join(lines).encode()))
-    (given.out / "result.json").write_text(json.dumps(result, indent=1) + "\n")
-    table = stacks.table(result["scheduler"])
+    (given.out / "host.json").write_text(json.dumps(result, indent=1) + "\n")
+    table = stacks.table(result)
     (given.out / "table.md").write_text("\n".join(table) + "\n")
     print("\n".join(table[:9]))
-    print(f"{given.out}: result.json, table.md, stacks.txt.xz")
+    print(f"{given.out}: host.json, table.md, stacks.txt.xz")
     return 0
 
 
@@ -143,8 +144,7 @@ def _measure(served: Served, given: argparse.Namespace, sampler: str) -> tuple[l
             raise RuntimeError(f"py-spy ended with {ran.returncode}: {ran.stderr.strip()[-300:]}")
         found = stacks.read(Path(file.name).read_text().splitlines())
     after = _pass_ms(served, given.tokens)
-    told = {"scheduler": stacks.summary(found, before), "pass_ms": {"before": before, "after": after}}
-    return stacks.shorter(found), told
+    return stacks.shorter(found), {**stacks.summary(found, before), "pass_ms_after": after}
 
 
 def _pass_ms(served: Served, tokens: int) -> float:

@@ -71,9 +71,9 @@ def summary(stacks: list[Stack], ms: float) -> dict[str, Any]:
     Args:
         ms: of one pass of the server; the samples are spread over it.
 
-    Returns: ``samples``; ``ms`` (as given); ``kinds`` (ms by `KINDS`); ``ours`` (ms in which the innermost Python frame
-        was of this project); ``inclusive`` and ``own`` (ms by function: while it or what it called ran, and while it
-        was the innermost Python frame), most first, those of at least half a percent.
+    Returns: ``samples``; ``pass_ms`` (as given); ``kinds`` (``ms`` of each of `KINDS`); ``ours_ms``, in which the
+        innermost Python frame was of this project; ``inclusive`` and ``own`` (``ms`` by ``function``: while it or what
+        it called ran, and while it was the innermost Python frame), most first, those of at least half a percent.
     """
     kinds: Counter[str] = Counter()
     inclusive: Counter[str] = Counter()
@@ -89,17 +89,24 @@ def summary(stacks: list[Stack], ms: float) -> dict[str, Any]:
             ours += count if _OURS.search(python[-1]) else 0
     share = ms / total
 
-    def most(counted: Counter[str]) -> dict[str, float]:
-        return {name: round(n * share, 4) for name, n in counted.most_common() if n >= total / 200}
+    def most(counted: Counter[str]) -> list[dict[str, Any]]:
+        counts = sorted(counted.items(), key=lambda one: (-one[1], one[0]))
+        return [{"function": name, "ms": round(n * share, 4)} for name, n in counts if n >= total / 200]
 
     return {
         "samples": total,
-        "ms": ms,
-        "kinds": {name: round(kinds[name] * share, 4) for name in KINDS},
-        "ours": round(ours * share, 4),
+        "pass_ms": ms,
+        "ours_ms": round(ours * share, 4),
+        "kinds": [{"kind": name, "ms": round(kinds[name] * share, 4)} for name in KINDS],
         "inclusive": most(inclusive),
         "own": most(own),
     }
+
+
+def headline(told: dict[str, Any]) -> str:
+    """In words: of a pass, how long the thread waited for the GPU."""
+    waits = told["kinds"][0]["ms"]
+    return f"of {told['pass_ms']:.2f} ms a pass the scheduler waits for the GPU for {waits:.2f}"
 
 
 def shorter(stacks: list[Stack]) -> list[str]:
@@ -116,14 +123,15 @@ def shorter(stacks: list[Stack]) -> list[str]:
 
 def table(told: dict[str, Any], functions: int = 30) -> list[str]:
     """Markdown: kinds, and the functions that take most."""
+    whole = told["pass_ms"]
     lines = ["| the thread | ms a pass | share |", "|---|---|---|"]
-    lines += [f"| {name} | {ms:.3f} | {ms / told['ms']:.1%} |" for name, ms in told["kinds"].items()]
-    lines += [f"| of all this in this project's code | {told['ours']:.3f} | {told['ours'] / told['ms']:.1%} |"]
+    lines += [f"| {row['kind']} | {row['ms']:.3f} | {row['ms'] / whole:.1%} |" for row in told["kinds"]]
+    lines += [f"| of all this in this project's code | {told['ours_ms']:.3f} | {told['ours_ms'] / whole:.1%} |"]
     for name, heads in (("inclusive", "with what it calls"), ("own", "itself and native code below it")):
         lines += ["", f"| function, {heads} | ms a pass | share |", "|---|---|---|"]
         # Those that nearly all samples are below are the loop itself.
-        most = [(function, ms) for function, ms in told[name].items() if ms < 0.95 * told["ms"]][:functions]
-        lines += [f"| `{function}` | {ms:.3f} | {ms / told['ms']:.1%} |" for function, ms in most]
+        most = [row for row in told[name] if row["ms"] < 0.95 * whole][:functions]
+        lines += [f"| `{row['function']}` | {row['ms']:.3f} | {row['ms'] / whole:.1%} |" for row in most]
     return lines
 
 

@@ -20,10 +20,31 @@ BASELINE = "none"
 
 
 def of(engines: list[Engine], tokens: int) -> dict[str, Any]:
-    """All that is told of engines: ``summary``, ``break_even``, ``answers`` and ``partings``."""
+    """All that is told of engines: ``headline``, ``summary``, ``break_even``, ``answers`` and ``partings``."""
     rows = speeds(engines, tokens)
-    told = {"summary": rows, "break_even": break_even(rows)}
+    told = {"headline": headline(rows), "summary": rows, "break_even": break_even(rows)}
     return {**told, "answers": sameness(engines), "partings": partings(engines)}
+
+
+def headline(rows: list[dict[str, Any]]) -> str:
+    """The ratios to ``none`` in words: of each arm and accept length, at the smallest batch and the least of all."""
+    said = []
+    for arm in ARMS:
+        name = f"{arm}_over_none"
+        for length in dict.fromkeys(row["accept_length"] for row in rows if name in row):
+            ratios = {row["batch_size"]: row[name] for row in rows if row["accept_length"] == length and name in row}
+            first = ratios[min(ratios)]
+            interval = f" ({first['low']:.3g} to {first['high']:.3g})" if first["rounds"] > 1 else ""
+            least = min(ratios, key=lambda size: (round(ratios[size]["ratio"], 3), size))
+            at = f" and an accept length of {length:g}" if length is not None and ARMS[arm].speculates else ""
+            said.append(
+                f"{arm} gives {first['ratio']:.3f}{interval} times the tokens/s of none at batch {min(ratios)}{at}"
+                + (f", {ratios[least]['ratio']:.3f} at batch {least}" if least != min(ratios) else "")
+                + (f", the least of {len(ratios)} sizes" if len(ratios) > 1 else "")
+            )
+            if not ARMS[arm].speculates:
+                break  # the same at every accept length
+    return "; ".join(said)
 
 
 def speeds(engines: list[Engine], tokens: int) -> list[dict[str, Any]]:

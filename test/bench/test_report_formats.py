@@ -58,6 +58,21 @@ def test_every_committed_result_is_shown() -> None:
     assert [cell.text for cell in kinds.rows[0]][:2] == ["bad", "150"]
     assert load.command.startswith("python -m benchmark.endurance.run")
     assert load.machine
+    decode = shown["benchmark/results/h200-spec-gain/decode.json"]
+    assert decode.headline.startswith("upstream-none gives 1.002 (0.995 to 1.01) times the tokens/s of none at batch 1")
+    first = [cell.text for cell in decode.tables[0].rows[0]]
+    assert first == ["1", "-", "156.9", "157.3", "1.002", "0.9947 to 1.010 SAME", "4"]
+    assert decode.tables[0].rows[0][5].tone == "same"
+    assert [table.title for table in decode.tables[1:]] == [
+        "greedy answers of two engines", "first differences from the first engine of none", "engines"
+    ]  # fmt: skip
+    assert [cell.text for cell in decode.tables[1].rows[0]][:3] == ["none and upstream-none", "16", "11 of 128"]
+    gain = shown["benchmark/results/h200-spec-gain/tokens.json"]
+    assert gain.tables[0].columns[-1] == "fixed breaks even"
+    assert gain.tables[0].rows[0][-1].text == "below 2.69"
+    host = shown["benchmark/results/h200-host-cycle/host.json"]
+    assert host.headline == "of 3.13 ms a pass the scheduler waits for the GPU for 0.01"
+    assert [cell.text for cell in host.tables[0].rows[0]] == ["waits for the GPU", "0.008600"]
     parsed(page.render(found))
 
 

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from io import BytesIO
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +36,7 @@ def engine(arm: str, number: int, timed: dict[float | None, tuple[float, int]], 
     return {"arm": arm, "round": number, "batches": batches, "answers": []}
 
 
-NOTHING: dict[str, Any] = {"summary": [], "break_even": [], "answers": [], "partings": []}
+NOTHING: dict[str, Any] = {"headline": "", "summary": [], "break_even": [], "answers": [], "partings": []}
 
 
 def test_ratios_are_paired_by_round_and_have_an_interval() -> None:
@@ -75,6 +76,20 @@ def test_rounds_that_agree_tell_which_arm_is_faster() -> None:
     (row,) = summary.speeds(engines, 10)
     assert row["fixed_over_none"]["verdict"] == "FASTER"
     assert row["upstream-none_over_none"]["verdict"] == "SAME"
+
+
+def test_the_headline_has_the_smallest_batch_and_the_least_gain() -> None:
+    engines = [engine("upstream-none", 0, {None: (2.5, 10)}, 8)]
+    for number, size in product((0, 1), (1, 8)):
+        engines.append(engine("none", number, {None: (2.0, 10)}, size))
+        engines.append(engine("fixed", number, {2.5: (1.0, 4), 3.0: (0.5 + size / 100, 3)}, size))
+    assert summary.headline(summary.speeds(engines, 10)).split("; ") == [
+        "fixed gives 2.000 (2 to 2) times the tokens/s of none at batch 1 and an accept length of 2.5"
+        ", the least of 2 sizes",
+        "fixed gives 3.922 (3.92 to 3.92) times the tokens/s of none at batch 1 and an accept length of 3"
+        ", 3.448 at batch 8, the least of 2 sizes",
+        "upstream-none gives 0.800 times the tokens/s of none at batch 8",
+    ]
 
 
 def test_where_it_breaks_even_is_never_extrapolated() -> None:

@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from sglang_patches.bench import words
-from sglang_patches.bench.report import sections
+from sglang_patches.bench.report import sections, speculation
 from sglang_patches.bench.report.sections import Section
 from sglang_patches.bench.tables import Cell, Interval, Table, number, rows_table, said
 from sglang_patches.document import schema
@@ -40,7 +40,7 @@ def read(file: Path) -> Section | None:
         raise PatchError(f"{file}: not JSON: {error}\n  remedy     restore it (git checkout {file})") from None
     if not isinstance(data, dict):
         return None
-    for reader in (_tune, _tiles, _verify_step, _speed, _agree, _stress, _slices, _script):
+    for reader in (_tune, _tiles, _verify_step, _speed, _agree, _stress, _slices, _spec_plan, _script):
         try:
             section = reader(data, file)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
@@ -266,6 +266,19 @@ def _slices(data: Data, file: Path) -> Section | None:
                 if slices["measured"]:
                     section.tables.append(rows_table(f"{engine}: what start-up measured", slices["measured"]))
     section.headline = "; ".join(told) or "an engine told no start"
+    return section
+
+
+def _spec_plan(data: Data, file: Path) -> Section | None:
+    """`benchmark.spec_plan`"""
+    if not speculation.fits(data):
+        return None
+    section = _section(data, file, "spec_plan", str(data.get("headline", "")), data)
+    section.tables = speculation.tables(data)
+    asked = {name: value for name, value in data["work"].items() if value is not None and name != "plan"}
+    section.facts.append(("work", ", ".join(f"{name} {said('', value).text}" for name, value in asked.items())))
+    answers = sum(len(row["seconds"]) for one in data["engines"] for row in one["batches"])
+    section.facts.append(("raw samples", f"{answers:,} batches of answers"))
     return section
 
 
