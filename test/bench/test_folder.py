@@ -279,6 +279,18 @@ def test_a_model_is_told_by_all_that_is_known_of_its_content() -> None:
         assert f"draft model m ({said})" in told
 
 
+def test_files_that_are_gone_are_not_told_as_edited_and_many_are_counted() -> None:
+    gone = [{"path": f"sglang/x/{number:02}.py", "sha256": None, "by": "edit"} for number in range(10)]
+    edited = {"path": "sglang/srt/server_args.py", "sha256": "e" * 64, "by": "edit"}
+    ours = {"path": "sglang/__init__.py", "sha256": "f" * 64, "by": "patch"}
+    process = {"name": "http", "patch_set_id": "0" * 12, "files": [*gone, edited, ours], "libraries": [], "nccl": None}
+    told = words.code(document(processes=[process]))
+    assert "edited by hand, against the wheel: sglang/srt/server_args.py" in told
+    names = ", ".join(f"sglang/x/{number:02}.py" for number in range(8))
+    assert f"gone, against the wheel: {names} and 2 more" in told
+    assert not any("__init__" in one for one in told)
+
+
 @pytest.mark.parametrize("kind", folder.KINDS)
 def test_every_kind_has_words_and_a_bare_result_is_written(tmp_path: Path, kind: str) -> None:
     bare = ab(kind=kind, arms=[], turns=[], workload=None, analysis={}, document=None, command=[])

@@ -33,6 +33,10 @@ HOW_TO_READ = {
 }
 
 
+# Files told by name: an installation may lack a whole folder that nobody loads.
+_NAMED = 8
+
+
 @dataclass(frozen=True)
 class Apart:
     """How the code state of an arm differs from that of the first, A."""
@@ -52,9 +56,12 @@ def code(document: Document) -> list[str]:
     told.append(f"off: {', '.join(off) or 'none'}")
     if on and not state.active:
         told.append("patching was not active: the patches that are on were not in the process")
-    edits = sorted({file.path for process in document.processes for file in process.files if file.by == "edit"})
-    if edits:
-        told.append(f"edited by hand, against the wheel: {', '.join(edits)}")
+    by_hand = {file.path: file.sha256 for process in document.processes for file in process.files if file.by == "edit"}
+    for what, gone in (("edited by hand, against the wheel", False), ("gone, against the wheel", True)):
+        paths = sorted(path for path, sha in by_hand.items() if (sha is None) is gone)
+        if paths:
+            more = f" and {len(paths) - _NAMED:,} more" if len(paths) > _NAMED else ""
+            told.append(f"{what}: {', '.join(paths[:_NAMED])}{more}")
     versions = [f"{name} {version}" for name, version in document.versions.items() if version]
     nccl = sorted({process.nccl for process in document.processes if process.nccl})
     told.append(", ".join(versions + [f"NCCL {version} loaded" for version in nccl]))
