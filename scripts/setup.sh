@@ -3,7 +3,7 @@
 #   scripts/setup.sh VENV [CONSTRAINTS]
 # CONSTRAINTS names the upstream stack, such as lanes/0.5.17.txt; without it the newest lane's is installed.
 # A file of that name with .overrides instead of .txt beside it replaces what packages ask for.
-# Uses uv, which resolves and unpacks the 9 GB about ten times faster than pip, and fetches it by pip where it is missing.
+# Uses uv, which resolves and unpacks the 10 GB about ten times faster than pip, and fetches it by pip where it is missing.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=${1:?usage: scripts/setup.sh VENV [CONSTRAINTS]}
@@ -42,7 +42,7 @@ if [[ -z $uv ]] || ! "$uv" --version >/dev/null 2>&1; then
   "$venv/bin/python" -m pip install --quiet uv
   uv=$venv/bin/uv
 fi
-echo "setup: installing the pinned upstream release and its libraries into $venv (9 GB, a minute or more) ..."
+echo "setup: installing the pinned upstream release and its libraries into $venv (10 GB, a minute or more) ..."
 "$uv" pip install --python "$venv/bin/python" --editable '.[test,bench,docs]' ${constraints:+--constraint "$constraints"} \
   ${overrides:+--override "$overrides"}
 echo "setup: done in $((SECONDS - started)) s"

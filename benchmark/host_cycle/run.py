@@ -80,6 +80,7 @@ def main() -> int:
         batch_sizes=[1], tokens=given.tokens, repeats=1, accept_lengths=[], answers=1, plan=None,
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as scratch:
+        print("host_cycle: starting the server", flush=True)
         served = Served(given.arm, work, Path(scratch), cuda)
         try:
             told = _measure(served, given, sampler)
@@ -122,17 +123,8 @@ def _measure(served: Served, given: argparse.Namespace, sampler: str) -> tuple[l
 
     busy = threading.Thread(target=keep_busy)
     with tempfile.NamedTemporaryFile(suffix=".txt") as file:
-        words = [
-            sampler,
-            "record",
-            "--pid",
-            str(scheduler),
-            "--duration",
-            str(given.seconds),
-            "--rate",
-            str(given.rate),
-        ]
-        words += ["--native", "--threads", "--full-filenames", "--format", "raw", "--output", file.name]
+        words = [sampler, "record", "--pid", str(scheduler), "--duration", str(given.seconds)]
+        words += ["--rate", str(given.rate), *stacks.OPTIONS, "--output", file.name]
         busy.start()
         try:
             print(f"host_cycle: {before:.2f} ms a pass; sampling for {given.seconds} s", flush=True)

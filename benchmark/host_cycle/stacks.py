@@ -23,8 +23,12 @@ KINDS = (
 )
 _PYTHON = re.compile(r" \((<[^>]+>|[^()]+\.py):\d+\)$")
 _LINE = re.compile(r":\d+\)$")
-# What stands before a package's name in a file's full path, here and in an installation.
-_BEFORE = re.compile(r"(?<= \()[^()]*/(?:site-packages|dist-packages|lib/python3\.\d+|python)/")
+# What stands before a package's name in a file's full path: here, in an installation and in the cache of patched files.
+_BEFORE = re.compile(
+    r"(?<= \()[^()]*/(?:site-packages|dist-packages|lib/python3\.\d+|python|[0-9a-f]{16}(?:-[0-9a-f]{8})?)/"
+)
+# With full file names py-spy tells a library's folder, too, in which machines differ; `kind` goes by the name.
+_FOLDER = re.compile(r"(?<= \()[^()]*/(?=[^()/]+\.so[.\d]*\)$)")
 _OURS = re.compile(r" \(sglang_patches/")
 
 Stack = tuple[list[str], int]
@@ -44,7 +48,7 @@ def read(lines: Iterable[str], thread: str = "MainThread") -> list[Stack]:
             raise ValueError(f"line {number}: {line[:60]!r} is no stack of py-spy's raw format")
         first, *frames = stack.split(";")
         if first.endswith(f": {thread}"):
-            stacks.append(([_BEFORE.sub("", frame) for frame in frames], int(count)))
+            stacks.append(([_BEFORE.sub("", _FOLDER.sub("", frame)) for frame in frames], int(count)))
     if not stacks:
         raise ValueError(f"no sample of the thread {thread}")
     return stacks

@@ -110,7 +110,8 @@ def main() -> int:
     if bool(given.model) != bool(given.draft):
         parser.error("--model and --draft: give both, or neither")
     if not cuda and not given.model:
-        print("spec_plan: no GPU here\n  remedy     run it on a machine with one", file=sys.stderr)
+        remedy = "run it on a machine with one, or give --model and --draft"
+        print(f"spec_plan: no GPU here\n  remedy     {remedy}", file=sys.stderr)
         return 2
     given.out.parent.mkdir(parents=True, exist_ok=True)
     asked = {**work.model_dump(mode="json", exclude={"plan", "model", "draft"}), "token_mode": TOKEN_MODE}

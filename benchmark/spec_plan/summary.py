@@ -295,27 +295,56 @@ def _head(cells: list[str]) -> list[str]:
 def together(results: list[dict[str, Any]]) -> list[Engine]:
     """Engines of several results, each result with rounds of its own, so that their answers can be compared.
 
-    Raises ValueError where other models or prompts were served.
+    Raises ValueError where other models or prompts were served, or answers have other lengths.
     """
     engines: list[Engine] = []
-    served = [{name: result["work"][name] for name in ("layers", "weights", "pair", "context")} for result in results]
+    served = [_served(result) for result in results]
     if any(one != served[0] for one in served):
         raise ValueError(f"other models or prompts: {served}")
+    answers = [engine["answers"] for result in results for engine in result["engines"] if engine["answers"]]
+    lengths = sorted({tuple(len(one["tokens"]) for one in told) for told in answers})
+    if len(lengths) > 1:
+        raise ValueError(f"answers of other numbers or lengths: {lengths}")
     for result in results:
         begun = 1 + max((one["round"] for one in engines), default=-1)
         engines += [{**one, "round": begun + one["round"]} for one in result["engines"]]
     return engines
 
 
+def _served(result: dict[str, Any]) -> dict[str, Any]:
+    """What two results must share for their answers to be of the same text, the drawing of all weights included."""
+    told = {name: result["work"][name] for name in ("layers", "weights", "pair", "context")}
+    return {**told, "all_drawn": any(one.get("values_drawn") for one in result["engines"])}
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """Raises ValueError where it is no result of `benchmark.spec_plan.run`."""
+    try:
+        result = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file}: {error}") from error
+    if not isinstance(result, dict) or not {"work", "engines"} <= set(result):
+        raise ValueError(f"{file}: no `work` and `engines`, so not what benchmark.spec_plan.run writes")
+    return result
+
+
 def main() -> int:
-    """Print the tables of one result, or how the answers of several compare; returns the exit status."""
+    """Print the tables of one result, or how the answers of several compare.
+
+    Returns the exit status: 0 told, 2 a file cannot be read or the results cannot be compared.
+    """
     parser = argparse.ArgumentParser(description="Tables of what benchmark.spec_plan.run wrote, in Markdown.")
     parser.add_argument("file", type=Path, nargs="+", help="several: how often answers of all their engines part")
-    results = [json.loads(file.read_text()) for file in parser.parse_args().file]
+    files = parser.parse_args().file
+    try:
+        results = [_read(file) for file in files]
+        engines = together(results)
+    except ValueError as error:
+        print(f"summary: {error}\n  remedy     files of benchmark.spec_plan.run that served the same", file=sys.stderr)
+        return 2
     if len(results) == 1:
         told = of(results[0]["engines"], results[0]["work"]["tokens"])
     else:
-        engines = together(results)
         told = {"summary": [], "break_even": [], "answers": sameness(engines), "partings": partings(engines)}
     print("\n".join(tables(told)))
     return 0

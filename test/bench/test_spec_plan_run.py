@@ -136,13 +136,20 @@ def test_results_are_put_together_with_rounds_of_their_own(
     work = {"layers": 61, "weights": "int4", "pair": None, "context": 8, "tokens": 10}
     best = [[(1, -1.0), (2, -1.0)]]
     one, other = ({"tokens": [token], "logprob": [-1.0], "best": best} for token in (1, 2))
-    results = [
+    results: list[dict[str, Any]] = [
         {"work": work, "engines": [{**engine("none", 0, {None: (1.0, 1)}), "answers": [one]}]},
         {"work": {**work, "tokens": 20}, "engines": [{**engine("none", 0, {None: (2.0, 1)}), "answers": [other]}]},
     ]
     assert [told["round"] for told in summary.together(results)] == [0, 1]
     with pytest.raises(ValueError, match="other models or prompts"):
         summary.together([results[0], {**results[1], "work": {**work, "layers": 12}}])
+    (second,) = results[1]["engines"]
+    drawn = [{**second, "values_drawn": 853}]
+    with pytest.raises(ValueError, match="'all_drawn': "):
+        summary.together([results[0], {**results[1], "engines": drawn}])
+    longer = [{**second, "answers": [{**other, "tokens": [2, 3]}]}]
+    with pytest.raises(ValueError, match=r"other numbers or lengths: \[\(1,\), \(2,\)\]"):
+        summary.together([results[0], {**results[1], "engines": longer}])
     files = [tmp_path / "a.json", tmp_path / "b.json"]
     for file, result in zip(files, results, strict=True):
         file.write_text(json.dumps(result))
@@ -155,6 +162,26 @@ def test_results_are_put_together_with_rounds_of_their_own(
     monkeypatch.setattr(sys, "argv", ["summary.py", str(files[0])])
     assert summary.main() == 0
     assert "| 4 | - | 40 |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("written", "told"), [(None, "No such file"), ("{", "Expecting"), ('{"arms": []}', "no `work` and `engines`")]
+)
+def test_a_file_that_is_no_result_is_named(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    written: str | None,
+    told: str,
+) -> None:
+    file = tmp_path / "a.json"
+    if written is not None:
+        file.write_text(written)
+    monkeypatch.setattr(sys, "argv", ["summary.py", str(file)])
+    assert summary.main() == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"summary: {file}: ")
+    assert told in error
 
 
 def answering(arm: str, *answers: tuple[list[int], list[float], list[list[tuple[int, float]]]]) -> dict[str, Any]:
@@ -286,4 +313,5 @@ def test_it_says_what_is_missing(tmp_path: Path) -> None:
     if not run.selection.has_gpu():
         told = subprocess.run(words, capture_output=True, text=True, check=False)
         assert (told.returncode, "no GPU here" in told.stderr) == (2, True)
+        assert "or give --model and --draft" in told.stderr
     assert not (tmp_path / "result").exists()
