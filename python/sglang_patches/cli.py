@@ -324,8 +324,10 @@ def provenance(
 
 @command
 def diff(
-    a: Annotated[Path, typer.Argument(help="A provenance document, or a result that embeds one.", metavar="A.json")],
-    b: Annotated[Path, typer.Argument(help="Another.", metavar="B.json")],
+    a: Annotated[
+        Path, typer.Argument(help="A provenance document, a result that embeds one, or its folder.", metavar="A")
+    ],
+    b: Annotated[Path, typer.Argument(help="Another.", metavar="B")],
     as_json: AsJson = False,
 ) -> None:
     """Say in plain words what differs between two provenance documents, most telling first.
