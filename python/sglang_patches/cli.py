@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Callable
 from functools import wraps
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from sglang_patches import editing, hunks, selection, series, upstream
+from sglang_patches import editing, elsewhere, hunks, selection, series, upstream
 from sglang_patches.errors import PatchError, told
 
 app = typer.Typer(
@@ -324,8 +323,10 @@ def provenance(
 
 @command
 def diff(
-    a: Annotated[Path, typer.Argument(help="A provenance document, or a result that embeds one.", metavar="A.json")],
-    b: Annotated[Path, typer.Argument(help="Another.", metavar="B.json")],
+    a: Annotated[
+        Path, typer.Argument(help="A provenance document, a result that embeds one, or its folder.", metavar="A")
+    ],
+    b: Annotated[Path, typer.Argument(help="Another.", metavar="B")],
     as_json: AsJson = False,
 ) -> None:
     """Say in plain words what differs between two provenance documents, most telling first.
@@ -356,61 +357,7 @@ def diff(
     raise typer.Exit(1 if any(entry.matters for entry in every) else 0)
 
 
-# Commands with options of their own, which are read where they are defined; only the one that is called is imported.
-ELSEWHERE = {
-    "nccl": (
-        "sglang_patches.nccl.app",
-        "NCCL on this host: `nccl check` shows which settings it took, `nccl tune` finds the fast ones.",
-    ),
-    "bench": (
-        "sglang_patches.bench.app",
-        "Measure on real servers what patches, variables and arguments do: `bench ab` compares two selections.",
-    ),
-    "tune": (
-        "sglang_patches.tune.app",
-        "Find the fast settings of upstream's kernels on this GPU: `tune moe` writes tables of fused-MoE tiles.",
-    ),
-    "draft": (
-        "sglang_patches.draft.app",
-        "Say what an EAGLE-3 draft checkpoint is and whether it fits a target, offline: `draft check TARGET DRAFT`.",
-    ),
-    "spec": (
-        "sglang_patches.spec.app",
-        "Say how many tokens to draft at each batch size, and where not to, from measured times: `spec plan`.",
-    ),
-    "doctor": (
-        "sglang_patches.doctor.app",
-        "Say what of this machine will slow a server down or keep it from starting: GPUs, links, memory, patches.",
-    ),
-    "launch": (
-        "sglang_patches.launch",
-        "Serve by recipe: run `doctor`, print the exact `python -m sglang.launch_server` line, and execute it.",
-    ),
-    "top": (
-        "sglang_patches.observe.top",
-        "Watch a server: tokens/s, accept length by position, time of verify and draft, CUDA graphs, all-reduce, KV.",
-    ),
-    "metrics": (
-        "sglang_patches.observe.documents",
-        "Print the Prometheus metrics of all patches as a table, or a Grafana dashboard of them (docs/metrics.md).",
-    ),
-}
-
-
-def _hand_on(name: str, module: str) -> Callable[[typer.Context], None]:
-    def run(context: typer.Context) -> None:
-        import_module(module).app(context.args, prog_name=f"sglang-patches {name}")
-
-    return run
-
-
-for _name, (_module, _says) in ELSEWHERE.items():
-    app.command(
-        name=_name,
-        help=_says,
-        add_help_option=False,
-        context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},
-    )(_hand_on(_name, _module))
+elsewhere.register(app)
 
 
 def main() -> None:

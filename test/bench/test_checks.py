@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 from unit.documents import library, made, patch
 
-from sglang_patches.bench import arms, checks
+from sglang_patches.bench import ab, arms, checks, compare_upstream, factorial
 from sglang_patches.bench.checks import NotComparable
+from sglang_patches.bench.design import full
 from sglang_patches.bench.model import Arm, Sample, Turn
 from sglang_patches.bench.turns import PORT_TAKEN
 from sglang_patches.series import Series
@@ -228,6 +230,61 @@ def test_what_no_ratio_tells_is_said() -> None:
     assert checks.notes(turns)[2:] == ["graph_share is not compared: 0 in a, 0.9 in b (0: none, or not told)"]
     turns[0].figures.update(graph_share=0.1)
     assert checks.notes(turns)[2:] == []
+
+
+def measured(accept: Mapping[str, Sequence[float]]) -> list[Turn]:
+    """Turns, round by round, of arms whose accept length in each round is given; their speed scatters."""
+    rounds = len(next(iter(accept.values())))
+    served = [(at, arm, values[at]) for at in range(rounds) for arm, values in accept.items()]
+    figures = [
+        {"tokens_per_s": 90 + index % 7, "accept_length": value} for index, (_at, _arm, value) in enumerate(served)
+    ]
+    return [
+        turn(index, arm).model_copy(update={"block": at, "figures": figures[index]})
+        for index, (at, arm, _value) in enumerate(served)
+    ]
+
+
+def constant(notes: Sequence[str]) -> list[str]:
+    return [note for note in notes if "is equal in all rounds" in note]
+
+
+def test_a_figure_that_no_round_changes_is_said_to_be_exact_for_these_prompts_only() -> None:
+    assert constant(checks.notes(measured({"a": [3.0, 3.0], "b": [2.7, 2.7 * (1 + 1e-12)]}))) == [
+        "accept_length is equal in all rounds of every arm, which ask the same prompts: between these its intervals "
+        "have no width and its smallest detectable difference is 0 for these prompts only; others may differ"
+    ]
+    (said,) = constant(checks.notes(measured({"a": [3.0, 3.0], "b": [2.7, 2.7], "c": [2.7, 2.8]})))
+    assert said.startswith("accept_length is equal in all rounds of arms a, b, which")
+    # One arm that varies gives the ratio its width; one round gives no interval; what is not there is not compared.
+    for accept in ({"a": [3.0, 3.0], "b": [2.7, 2.8]}, {"a": [3.0], "b": [2.7]}, {"a": [0.0, 0.0], "b": [0.0, 0.0]}):
+        assert constant(checks.notes(measured(accept))) == []
+
+
+def test_every_kind_that_compares_says_so(tmp_path: Path) -> None:
+    def named(*names: str) -> list[Arm]:
+        return [Arm(name=name, spec="") for name in names]
+
+    pair = ab.conclude(measured({"a": [3.0] * 2, "b": [2.7] * 2}), named("a", "b"), None, tmp_path, margin=0.01, seed=0)
+    assert pair.analysis["comparisons"]["accept_length"]["verdict"] == "SLOWER"
+    names = (compare_upstream.PRISTINE, "none")
+    beside = compare_upstream.conclude(
+        measured({name: [3.0, 3.0] for name in names}), named(*names), None, tmp_path, margin=0.01, seed=0
+    )
+    runs = {name: [3.0 - at / 10] * 2 for at, name in enumerate(("00", "10", "01", "11"))}
+    toggled = factorial.conclude(
+        measured(runs),
+        full(["x", "y"]),
+        named(*runs),
+        None,
+        tmp_path,
+        base="none",
+        margin=0.01,
+        confidence=0.95,
+        seed=0,
+    )
+    for result in (pair, beside, toggled):
+        assert len(constant(result.analysis["notes"])) == 1
 
 
 @pytest.mark.parametrize("why", ["oops", "Cannot write to closing transport"])

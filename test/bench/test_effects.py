@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import pytest
@@ -12,6 +12,7 @@ import pytest
 from sglang_patches.bench.design import Design, fraction, full, order
 from sglang_patches.bench.effects import Effects, Observation, fit
 from sglang_patches.errors import PatchError
+from sglang_patches.student import Floats
 
 PLANTED = {"a": 0.9, "c": 1.05, "a x b": 0.94}  # ratios
 
@@ -112,6 +113,69 @@ def test_intervals_hold_as_often_as_they_say(factors: str, of: int, rounds: int,
     assert together / trials >= 0.95 - allowed
     if not heavy and (factors, drift) != ("ab", -0.003):
         assert single / trials / len(design.terms) <= 0.95 + allowed  # no wider than they must be
+
+
+Noise = Callable[[np.random.Generator, int], Floats]  # of so many turns
+
+
+def alike(likeness: float) -> Noise:
+    """AR(1): turns in a row are that much correlated; 2 % each."""
+
+    def noise(random: np.random.Generator, turns: int) -> Floats:
+        found = random.normal(0, 0.02, turns)
+        for at in range(1, turns):
+            found[at] = likeness * found[at - 1] + math.sqrt(1 - likeness**2) * found[at]
+        return found
+
+    return noise
+
+
+def slow_wave(random: np.random.Generator, turns: int) -> Floats:
+    """2 % up and down, of any phase, in a third of the run to twice the run; a turn scatters by 0.5 % about it."""
+    cycles = math.exp(random.uniform(math.log(0.5), math.log(3)))
+    angle = 2 * math.pi * (cycles * np.arange(turns) / turns + random.uniform())
+    return 0.02 * np.sin(angle) + random.normal(0, 0.005, turns)
+
+
+def steps(random: np.random.Generator, turns: int) -> Floats:
+    """5 % faster from some turn on, as after a pause."""
+    return 0.05 * (np.arange(turns) >= random.integers(1, turns)) + random.normal(0, 0.01, turns)
+
+
+def wandering(design: Design, rounds: int, noise: Noise, seed: int) -> Effects:
+    """Effects of turns that differ by what the machine does and nothing else; ten runs share an order."""
+    values = np.exp(noise(np.random.default_rng(seed), design.runs * rounds))
+    places = [(at, *place) for at, runs in enumerate(order(design, rounds, seed // 10)) for place in enumerate(runs)]
+    return fitted(design, [Observation(*at, float(value)) for at, value in zip(places, values, strict=True)])
+
+
+@pytest.mark.parametrize(
+    ("factors", "of", "rounds", "noise"),
+    [
+        ("ab", 1, 3, slow_wave),
+        ("ab", 1, 4, alike(0.9)),
+        ("abc", 1, 2, slow_wave),
+        ("abc", 1, 2, alike(0.9)),
+        ("abc", 1, 4, slow_wave),
+        ("abcd", 2, 2, alike(0.5)),
+        ("abcd", 1, 2, slow_wave),
+        ("abcd", 1, 2, steps),
+    ],
+)
+def test_a_machine_that_wanders_feigns_no_effect_more_often_than_is_said(
+    factors: str, of: int, rounds: int, noise: Noise
+) -> None:
+    design, trials = fraction(factors, of), 400
+    found = [wandering(design, rounds, noise, seed) for seed in range(trials)]
+    wrong = sum(any(not e.low_adjusted <= 1 <= e.high_adjusted for e in one.effects) for one in found)
+    assert wrong / trials <= 0.05 + 3.1 * math.sqrt(0.05 * 0.95 / trials)
+
+
+def test_a_drift_of_each_round_finds_small_effects_on_a_machine_that_wanders() -> None:
+    found = [wandering(full("abc"), 4, slow_wave, seed) for seed in range(60)]
+    assert {one.freedom for one in found} == {32 - 4 - 6 - 4}
+    # One drift for all rounds leaves 1.3 %.
+    assert float(np.median([one.effects[0].smallest_detectable for one in found])) < 0.01
 
 
 def test_the_smallest_detectable_effect_is_found_as_often_as_its_power_says() -> None:

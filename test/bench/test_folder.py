@@ -114,6 +114,12 @@ def test_diff_of_results_is_about_every_arm(tmp_path: Path) -> None:
     assert "  * `one` was on in A and off in B" in done.output
     told = json.loads(CliRunner().invoke(cli.app, ["diff", "--json", *files]).output)["arms"]
     assert [(entry["arm"], bool(entry["differences"])) for entry in told] == [("a", False), ("b", True)]
+    # A result goes by its folder, as everywhere else.
+    assert CliRunner().invoke(cli.app, ["diff", str(tmp_path / "x"), files[1]]).output == done.output
+    (tmp_path / "none").mkdir()
+    nothing = CliRunner().invoke(cli.app, ["diff", str(tmp_path / "none"), files[1]])
+    assert nothing.exit_code == 2
+    assert str(tmp_path / "none/result.json") in nothing.output
     # Of other arms: the first.
     for turn in other.turns:
         turn.arm = {"a": "c"}.get(turn.arm, turn.arm)

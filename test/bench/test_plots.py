@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import builtins
+import errno
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,11 @@ import pytest
 from sglang_patches.bench import ab, factorial, plots
 from sglang_patches.bench.design import fraction, order
 from sglang_patches.bench.model import Arm, Result, Turn
+from sglang_patches.bench.verify_step.plot import draw as verify_step
+from sglang_patches.bench.verify_step.rows import rows as cycles
 from sglang_patches.errors import PatchError
+
+from .cycles_made import records
 
 ODD = "env:PRICE=$5_{x$,<b>&\\frac"  # what a mathematical typesetter would read, and refuse
 
@@ -133,6 +139,31 @@ def test_a_result_read_from_disk_is_drawn_too() -> None:
     pytest.importorskip("matplotlib")
     for result in (compared(1), factored(("a", "b"), 1)):
         assert len(plots.of(Result.model_validate_json(result.model_dump_json())).axes) == 2
+
+
+def test_a_plot_is_replaced_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the moment of replacement the former file is there and the new one whole; a full disk leaves the former."""
+    pytest.importorskip("matplotlib")
+    file, seen, true = tmp_path / "plot.png", [], os.replace
+
+    def watched(new: str, old: Path) -> None:
+        seen.append((Path(new).read_bytes()[-8:-4], Path(old).read_bytes()))
+        true(new, old)
+
+    def full(new: str, old: Path) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+    rows_ = cycles({0: records(0, "a", [1.0]), 4: records(4, "b", [2.0])})
+    for draw in (lambda: plots.draw(compared(2), tmp_path), lambda: verify_step(rows_, file)):
+        file.write_bytes(b"former")
+        monkeypatch.setattr(os, "replace", full)
+        with pytest.raises(OSError, match="no space") as failed:
+            draw()
+        assert failed.value.filename == str(file)
+        assert {entry.name: entry.read_bytes() for entry in tmp_path.iterdir()} == {"plot.png": b"former"}
+        monkeypatch.setattr(os, "replace", watched)
+        draw()
+    assert seen == [(b"IEND", b"former")] * 2
 
 
 def test_without_matplotlib_the_extra_is_named_and_nothing_is_lost(

@@ -13,7 +13,7 @@ from typing import Any
 
 import typer.main
 
-from sglang_patches import cli, selection, series, upstream
+from sglang_patches import cli, elsewhere, selection, series, upstream
 from sglang_patches.errors import PatchError
 
 from .commands import ROOT, Command, Stage, split
@@ -120,7 +120,7 @@ def _root() -> Any:
 
 
 def _inner(command: Any) -> dict[str, Any]:
-    """The subcommands of a group by name; of `sglang-patches` those too that it hands on unread (`cli.py`)."""
+    """The subcommands of a group by name; of `sglang-patches` those too that it hands on unread (`elsewhere.py`)."""
     found = dict(getattr(command, "commands", {}))
     for name, inner in found.items():
         if inner.context_settings.get("allow_interspersed_args") is False:
@@ -130,7 +130,7 @@ def _inner(command: Any) -> dict[str, Any]:
 
 @functools.cache
 def _handed_on(name: str) -> Any:
-    module, _says = cli.ELSEWHERE[name]
+    module, _says = elsewhere.ELSEWHERE[name]
     return typer.main.get_command(importlib.import_module(module).app)
 
 

@@ -10,6 +10,7 @@ matters by `sglang_patches.document.diff` is a reason not to compare, also a val
 from __future__ import annotations
 
 import fnmatch
+import math
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -97,7 +98,7 @@ def notes(turns: Sequence[Turn]) -> list[str]:
         f"turn {turn.index} (arm {turn.arm}) was measured by a second server; of its first one, {turn.retried}"
         for turn in again
     ]
-    return said + _not_ratios(turns)
+    return said + _not_ratios(turns) + _constant(turns)
 
 
 def looks(folder: Path, kind: str, rounds: int) -> list[int]:
@@ -133,6 +134,27 @@ def _not_ratios(turns: Sequence[Turn]) -> list[str]:
         if any(max(values) > 0 for values in by_arm.values()) and any(min(values) <= 0 for values in by_arm.values()):
             means = ", ".join(f"{sum(values) / len(values):.4g} in {arm}" for arm, values in by_arm.items())
             said.append(f"{figure} is not compared: {means} (0: none, or not told)")
+    return said
+
+
+def _constant(turns: Sequence[Turn]) -> list[str]:
+    """Figures that no round of two or more arms changes: their intervals have no width, and that is not precision."""
+    said = []
+    for figure in HIGHER_IS_BETTER:
+        by_arm: dict[str, list[float]] = {}
+        for turn in turns:
+            by_arm.setdefault(turn.arm, []).append(turn.figures.get(figure, 0.0))
+        same = [
+            arm
+            for arm, values in by_arm.items()
+            if len(values) > 1 and min(values) > 0 and math.isclose(min(values), max(values), rel_tol=1e-9)
+        ]
+        if len(same) > 1:
+            arms = "every arm" if len(same) == len(by_arm) else f"arms {', '.join(same)}"
+            said.append(
+                f"{figure} is equal in all rounds of {arms}, which ask the same prompts: between these its intervals "
+                f"have no width and its smallest detectable difference is 0 for these prompts only; others may differ"
+            )
     return said
 
 

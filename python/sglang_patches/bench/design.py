@@ -23,6 +23,12 @@ from sglang_patches.student import Floats
 
 MAX_FACTORS = 10
 _ORDERS_TRIED = 64
+# In cycles a run, of what a machine does as it warms and cools, the first as good as a straight line; and turns below
+# which a wave is no slow one.
+_WAVES = (0.05, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0)
+_SHORTEST = 4
+# Of a wave, in each degree of freedom: what it cannot fall below in the residual, as turns scatter by themselves too.
+_NOISE = 0.02
 
 
 @dataclass(frozen=True)
@@ -166,36 +172,53 @@ def fraction(factors: Sequence[str], of: int) -> Design:
 def order(design: Design, rounds: int, seed: int) -> list[list[int]]:
     """The runs of each round, in the order in which they are served.
 
-    Orders are drawn in pairs of rounds, the second the mirror of the first: what drifts linearly with time cancels from
-    every effect over both. The first is the one of several drawn in which time, and a bump in the middle of the pair,
-    go least with a main effect, and among those least with an interaction: in 2^2, some term must go with them.
+    Every round's order is drawn anew. Then a machine that wanders scatters the effects no more, over the orders that
+    could have been drawn, than the residual of the fit tells, whatever it is that wanders (Fisher: it is the drawing
+    that makes the test valid); a round that repeats or mirrors the one before doubles what it caught instead. Of
+    several orders drawn the one is taken that, with the rounds before it, lets the terms catch least of slow waves, as
+    against the residual: then an effect is not feigned under the one order that a seed stands for, either.
 
     Returns:
-        One list of run indices a round.
+        One list of run indices a round; those of fewer rounds are the first of those of more.
     """
     random = np.random.default_rng(seed)
-    of_kind = [
-        np.array([design.column(term.mask) for term in design.terms if term.kind == kind])
-        for kind in ("main", "interaction")
-    ]
-    place = np.arange(design.runs)
-    # A round's place in time, and (mirrored) the squared distance from the middle of a pair of rounds.
-    trends = np.array([place, (design.runs - 0.5 - place) ** 2], dtype=np.float64)
-    trends -= trends.mean(axis=1, keepdims=True)
-    trends /= np.linalg.norm(trends, axis=1, keepdims=True)
+    columns = np.array([design.column(term.mask) for term in design.terms])
+    orders: list[NDArray[np.int64]] = []
+    for _ in range(rounds):
+        waves = _slow_waves(design.runs, len(orders) + 1)
+        caught = np.zeros((len(columns), waves.shape[2]))
+        for runs, wave in zip(orders, waves, strict=False):
+            caught += columns[:, runs] @ wave
+        drawn = np.array([random.permutation(design.runs) for _ in range(_ORDERS_TRIED)])
+        # Shape (orders, terms, waves): the share of a wave that a term catches, over the phases that it may have.
+        both = (caught + np.moveaxis(columns[:, drawn], 0, 1) @ waves[-1]) ** 2 / (design.runs * len(waves))
+        shares = both[..., ::2] + both[..., 1::2]
+        left = (design.runs - 1) * len(waves) - len(columns)
+        if left > 0:
+            shares /= (1 - shares.sum(axis=1, keepdims=True)).clip(0) / left + _NOISE
+        worst = shares.max(axis=(1, 2))
+        # Rounded, so that orders equally good by symmetry are told apart by the drawing and not by a last bit.
+        orders.append(drawn[np.argmin(np.round(worst, 9))])
+    return [runs.tolist() for runs in orders]
 
-    def mixed(runs: NDArray[np.int64]) -> list[float]:
-        return [float(np.max(np.abs(columns[:, runs] @ trends.T), initial=0)) for columns in of_kind if len(columns)]
 
-    orders: list[list[int]] = []
-    for at in range(rounds):
-        if at % 2:
-            orders.append(orders[-1][::-1])
+def _slow_waves(runs: int, rounds: int) -> Floats:
+    """Cosine and sine, by turns, of waves from a mere drift down to a quarter of the run, about each round's mean.
+
+    Returns:
+        Shape (rounds, runs, waves); cosine and sine of a period have a sum of squares of 1 together.
+    """
+    turns = runs * rounds
+    time = np.arange(turns)
+    found = []
+    for cycles in _WAVES:
+        if turns / cycles < _SHORTEST:
             continue
-        drawn = [random.permutation(design.runs) for _ in range(_ORDERS_TRIED)]
-        best = min(drawn, key=lambda runs: [round(value, 9) for value in mixed(runs)])
-        orders.append([int(run) for run in best])
-    return orders
+        angle = 2 * np.pi * cycles / turns * time
+        wave = np.stack([np.cos(angle), np.sin(angle)], axis=1).reshape(rounds, runs, 2)
+        wave -= wave.mean(axis=1, keepdims=True)
+        found.append(wave / np.linalg.norm(wave))
+    return np.concatenate(found, axis=2)
 
 
 def _products(generators: Sequence[int]) -> tuple[int, ...]:

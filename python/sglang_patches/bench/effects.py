@@ -2,9 +2,10 @@
 
 The model is linear in the logarithm of a figure, so effects are ratios: a level for each round (which takes what
 differs from round to round), a coefficient for each term of the design, and, where there are turns enough and their
-order tells it from the terms, a drift with the position in the round. Interactions of three and more are left in the
-error. Least squares; Student's t with the degrees of freedom that are left; each turn, being a process of its own,
-counts once.
+order tells it from the terms, a drift with the position in the round: one for every round where there are many, else
+one for all. Interactions of three and more are left in the error. Least squares; Student's t with the degrees of
+freedom that are left; each turn, being a process of its own, counts once. That turns near each other are alike does no
+harm where `design.order` drew their order.
 """
 
 from __future__ import annotations
@@ -19,10 +20,13 @@ import numpy as np
 from sglang_patches.bench.design import Design
 from sglang_patches.bench.statistics import Verdict, check_options, detectable_errors, log_figures, verdict
 from sglang_patches.errors import PatchError
-from sglang_patches.student import ratio_of, t_quantile
+from sglang_patches.student import Floats, ratio_of, t_quantile
 
-#: A drift is fitted only if it leaves so many degrees of freedom: the mirrored orders already keep it off the effects.
+# Degrees of freedom that must be left: a drift fitted narrows the intervals by what it takes out of the residual, and
+# widens them by how much less well that is then known. One for all rounds; one for every round, which also takes out
+# most of a wave longer than a round.
 _FREEDOM_WITH_DRIFT = 4
+_FREEDOM_WITH_DRIFTS = 15
 # From a coefficient, which is half the step from off to on, to the logarithm of the ratio that is told.
 _SCALE = {"main": 2, "interaction": 4}
 
@@ -81,7 +85,7 @@ class Effects:
         figure: its name.
         residual: relative standard deviation of a turn about the model; 0.02: 2 %.
         freedom: degrees of freedom it is known with.
-        drift: relative change from turn to turn within a round; None where it was not fitted.
+        drift: relative change from turn to turn within a round, mean over the rounds; None where it was not fitted.
         confidence, margin: as given.
     """
 
@@ -147,15 +151,9 @@ def fit(
     runs_served = [seen.run for seen in observations]
     columns = [np.array([float(seen.round == at) for seen in observations]) for at in rounds]
     columns += [design.column(term.mask)[runs_served] for term in design.terms]
-    left, drifts = freedom(design, len(rounds)), False
-    if left - 1 >= _FREEDOM_WITH_DRIFT:
-        middle = (design.runs - 1) / 2
-        drift = np.array([seen.position - middle for seen in observations])
-        # Turns in another order than `order` draws, such as Yates', may leave no telling a drift from the terms.
-        if np.linalg.matrix_rank(np.column_stack([*columns, drift])) > len(columns):
-            columns.append(drift)
-            left, drifts = left - 1, True
-    matrix = np.column_stack(columns)
+    drifts = _drifts(columns, observations, design.runs, freedom(design, len(rounds)))
+    left = freedom(design, len(rounds)) - len(drifts)
+    matrix = np.column_stack([*columns, *drifts])
     inverse = np.linalg.inv(matrix.T @ matrix)
     coefficients = inverse @ (matrix.T @ logs)
     residual = float(np.linalg.norm(logs - matrix @ coefficients)) / math.sqrt(left)
@@ -185,7 +183,25 @@ def fit(
         effects=tuple(found),
         residual=residual,
         freedom=left,
-        drift=ratio_of(float(coefficients[-1])) - 1 if drifts else None,
+        drift=ratio_of(float(np.mean(coefficients[len(columns) :]))) - 1 if drifts else None,
         confidence=confidence,
         margin=margin,
     )
+
+
+def _drifts(columns: list[Floats], observations: Sequence[Observation], runs: int, left: int) -> list[Floats]:
+    """Columns of the position in the round to fit beside `columns`, as many as `left` degrees of freedom allow.
+
+    Turns in another order than `design.order` draws, such as Yates', may leave no telling a drift from the terms.
+    """
+    if runs < 3:  # of two places, the later one is half of the terms' column
+        return []
+    place = np.array([seen.position - (runs - 1) / 2 for seen in observations])
+    served = np.array([seen.round for seen in observations])
+    of_each = [place * (served == at) for at in np.unique(served)]
+    for found, needed in ((of_each, _FREEDOM_WITH_DRIFTS), ([place], _FREEDOM_WITH_DRIFT)):
+        if left - len(found) < needed:
+            continue
+        if np.linalg.matrix_rank(np.column_stack([*columns, *found])) == len(columns) + len(found):
+            return found
+    return []

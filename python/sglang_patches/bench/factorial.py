@@ -32,7 +32,7 @@ def factorial(
         str, typer.Option("--factors", metavar="A,B,..", help="Patches, or words like env:NAME=VALUE, to toggle.")
     ],
     fraction: Annotated[int, typer.Option(min=1, help="Measure 1 of so many runs: 2, 4, 8, ...")] = 1,
-    rounds: Annotated[int, typer.Option(min=1, help="Servers of each run; even numbers cancel a drift.")] = 2,
+    rounds: Annotated[int, typer.Option(min=1, help="Servers of each run; more show smaller effects.")] = 2,
     base: Annotated[str, typer.Option(metavar="SEL", help="What all runs start from.")] = "default",
     margin: Annotated[float, typer.Option(help="Relative effect up to which a factor does nothing.")] = 0.01,
     confidence: Annotated[float, typer.Option(help="Of the intervals.")] = 0.95,
@@ -57,7 +57,7 @@ def factorial(
     """Say what each factor does on average, and which pairs do more or less together than each alone lets expect.
 
     Every setting of the factors (or a fraction that tells main effects apart) is served once a round, in an order drawn
-    by the seed; every second round runs backwards, so that a drift cancels.
+    anew for each by the seed, so that a machine that drifts or wanders feigns no effect.
 
     Example: [bold]sglang-patches bench factorial --factors eagle-verify-cuda-graph,pcie-nccl-allreduce,
     env:NCCL_PROTO=LL --rounds 4 --model /models/Kimi-K2.5 --draft /models/draft --tp 8[/bold]

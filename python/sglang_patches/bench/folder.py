@@ -50,13 +50,13 @@ def write(folder: Path, result: Result, samples: Iterable[Sample] | None = None)
     replace(folder / RESULT, dumps(result))
 
 
-def replace(file: Path, text: str) -> None:
-    """Write a file so that a reader, also after a crash, sees the former content or all of `text`."""
+def replace(file: Path, content: str | bytes) -> None:
+    """Write a file so that a reader, also after a crash, sees the former content or all of `content`."""
     with of_file(file):
         handle, name = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
         try:
-            with os.fdopen(handle, "w", encoding="utf-8") as new:
-                new.write(text)
+            with os.fdopen(handle, "wb") as new:
+                new.write(content.encode() if isinstance(content, str) else content)
                 new.flush()
                 os.fsync(new.fileno())
             os.chmod(name, 0o644)  # mkstemp lets nobody else read it

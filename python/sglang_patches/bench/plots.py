@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
+from sglang_patches.bench.folder import PLOT, replace
 from sglang_patches.bench.model import HIGHER_IS_BETTER, Result, Turn
-from sglang_patches.errors import PatchError, of_file
+from sglang_patches.errors import PatchError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,8 +42,14 @@ def draw(result: Result, folder: Path) -> None:
     except PatchError as error:
         print(f"no plot: {error}", file=sys.stderr)
         return
-    with of_file(folder / "plot.png"):
-        figure.savefig(folder / "plot.png", dpi=130)
+    save(figure, folder / PLOT, dpi=130)
+
+
+def save(figure: Figure, file: Path, dpi: int) -> None:
+    """Write a figure as PNG, replaced at once: drawn whole before the file is touched."""
+    drawn = BytesIO()
+    figure.savefig(drawn, format="png", dpi=dpi)
+    replace(file, drawn.getvalue())
 
 
 def of(result: Result) -> Figure:

@@ -16,6 +16,8 @@ from sglang_patches.errors import PatchError
 
 KIND = "sglang-patches.provenance"
 VERSION = 1
+#: The file of a result folder that embeds documents.
+RESULT = "result.json"
 
 
 class _Part(BaseModel):
@@ -236,7 +238,7 @@ def parse(data: Any, name: str) -> Document:
 
 
 def read(file: Path) -> Document:
-    """The document in a file of JSON.
+    """The document in a file of JSON, or in the `result.json` of a folder.
 
     Raises:
         PatchError: it is not JSON, or as `parse` says.
@@ -272,6 +274,8 @@ def _by_arm(data: Any) -> dict[str, Any]:
 
 
 def _json(file: Path) -> Any:
+    if file.is_dir():  # a result folder, by whose name every other command goes
+        file = file / RESULT
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

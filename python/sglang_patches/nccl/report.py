@@ -123,7 +123,9 @@ def plot(measured: Measured, verdict: Verdict, file: Path, subtitle: str) -> str
     axes.grid(True, which="both", alpha=0.2)
     axes.legend(fontsize=7, ncols=2)
     figure.tight_layout()
-    figure.savefig(file, dpi=130)
+    new = file.with_name(f"{file.name}.new")  # as the results: a reader sees the former plot or all of this one
+    figure.savefig(new, format="png", dpi=130)
+    new.replace(file)
     pyplot.close(figure)
     return ""
 

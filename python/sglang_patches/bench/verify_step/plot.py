@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sglang_patches.bench.plots import save
 from sglang_patches.bench.verify_step import rows
 
 # Told apart by colour-blind people too (Okabe and Ito).
@@ -54,7 +55,7 @@ def draw(made: Sequence[Mapping[str, Any]], file: Path) -> bool:
     path = {"graph": "CUDA graphs", "eager": "eager"}[mode]
     figure.supylabel(f"ms a cycle, {path}", fontsize=10)
     figure.supxlabel("draft tokens (-: one step without speculation), below: batch size", fontsize=10)
-    figure.savefig(file, dpi=110)
+    save(figure, file, dpi=110)
     return True
 
 
