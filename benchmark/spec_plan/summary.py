@@ -17,6 +17,7 @@ from sglang_patches.bench import statistics
 Engine = dict[str, Any]
 #: What others are compared to.
 BASELINE = "none"
+_SHARED = ("layers", "weights", "pair", "context")
 
 
 def of(engines: list[Engine], tokens: int) -> dict[str, Any]:
@@ -101,29 +102,36 @@ def break_even(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
     Returns: rows with ``batch_size`` and by arm ``<arm>``: a pair of accept lengths that it lies between (between two
         that were measured the ratio is taken to be a line, so both are the same); (None, x) where the arm gains at all
-        that were measured, the least being x; (x, None) where it gains at none, the greatest being x.
+        that were measured, the least being x; (x, None) where it gains at none, the greatest being x. By the middles
+        of the ratios: whether a gain is one, its interval says.
     """
     told = []
     for size in dict.fromkeys(row["batch_size"] for row in rows):
         row: dict[str, Any] = {"batch_size": size}
-        for arm in (arm for arm in ARMS if ARMS[arm].speculates):
+        # A plan that drafts nothing at a batch size has none.
+        for arm in (arm for arm, kind in ARMS.items() if kind.speculates and not kind.planned):
             points = sorted(
                 (one["accept_length"], one[f"{arm}_over_none"]["ratio"])
                 for one in rows
                 if one["batch_size"] == size and f"{arm}_over_none" in one
             )
-            if points:
-                row[arm] = _crossing(points)
+            crossing = _crossing(points) if points else None
+            if crossing is not None:
+                row[arm] = crossing
         told.append(row)
     return [row for row in told if len(row) > 1]
 
 
-def _crossing(points: list[tuple[float, float]]) -> tuple[float | None, float | None]:
+def _crossing(points: list[tuple[float, float]]) -> tuple[float | None, float | None] | None:
+    """None where the ratio falls below 1 again, so that chance is larger than what is looked for."""
+    gains = [ratio >= 1 for _, ratio in points]
+    if gains != sorted(gains):
+        return None
     for (left, below), (right, above) in pairwise(points):
         if below < 1 <= above:
             at = left + (right - left) * (1 - below) / (above - below)
             return at, at
-    return (None, points[0][0]) if points[0][1] >= 1 else (points[-1][0], None)
+    return (None, points[0][0]) if gains[0] else (points[-1][0], None)
 
 
 def partings(engines: list[Engine]) -> list[dict[str, Any]]:
@@ -313,7 +321,7 @@ def together(results: list[dict[str, Any]]) -> list[Engine]:
 
 def _served(result: dict[str, Any]) -> dict[str, Any]:
     """What two results must share for their answers to be of the same text, the drawing of all weights included."""
-    told = {name: result["work"][name] for name in ("layers", "weights", "pair", "context")}
+    told = {name: result["work"][name] for name in _SHARED}
     return {**told, "all_drawn": any(one.get("values_drawn") for one in result["engines"])}
 
 
@@ -325,6 +333,8 @@ def _read(file: Path) -> dict[str, Any]:
         raise ValueError(f"{file}: {error}") from error
     if not isinstance(result, dict) or not {"work", "engines"} <= set(result):
         raise ValueError(f"{file}: no `work` and `engines`, so not what benchmark.spec_plan.run writes")
+    if missing := {*_SHARED, "tokens"} - set(result["work"]):
+        raise ValueError(f"{file}: of an earlier benchmark.spec_plan.run, without `{min(missing)}`: measure again")
     return result
 
 

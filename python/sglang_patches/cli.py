@@ -331,7 +331,7 @@ def diff(
 ) -> None:
     """Say in plain words what differs between two provenance documents, most telling first.
 
-    Of two results with the same arms, arm by arm.
+    Of two results, arm by arm, those that both have.
 
     Exit code: 0 nothing that matters differs, 1 something does, 2 a file is not such a document.
     """
@@ -341,17 +341,21 @@ def diff(
     from sglang_patches.document import schema
 
     told, lines, every = [], [], []
-    for arm, one, other in schema.pairs(a, b):
+    compared, left = schema.pairs(a, b)
+    for arm, one, other in compared:
         found = differ.diff(one, other)
         said = f"{f'arm {arm}: ' if arm else ''}{differ.summary(one, other, found)}"
         told.append({"arm": arm, "summary": said, "differences": [asdict(entry) for entry in found]})
         lines += [said, *(f"  {'*' if entry.matters else '-'} {entry}" for entry in found)]
         every += found
     if as_json:
-        whole = {"arms": told} if len(told) > 1 else {name: told[0][name] for name in ("summary", "differences")}
+        by_arm = {"arms": told, "not_compared": left}
+        whole = by_arm if told[0]["arm"] else {name: told[0][name] for name in ("summary", "differences")}
         typer.echo(json.dumps(whole, indent=2))
     else:
         typer.echo("\n".join(lines))
+        if left:
+            typer.echo(f"not compared: {', '.join(left)} (no arm of both, or its servers told no code state)")
         if not all(entry.matters for entry in every):
             typer.echo("(* matters, - taken not to matter)")
     raise typer.Exit(1 if any(entry.matters for entry in every) else 0)

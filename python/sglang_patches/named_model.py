@@ -11,10 +11,11 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import metadata
 from pathlib import Path
 
 from sglang_patches import hub
-from sglang_patches.draft.checkpoint import local_folder
+from sglang_patches.draft.checkpoint import has_all_weights, local_folder
 from sglang_patches.errors import PatchError, first_missing
 
 OFFLINE = "HF_HUB_OFFLINE"
@@ -163,9 +164,16 @@ def _only_a_server_reads(model: str, folder: Path | None, given: Mapping[str, st
             return False
     if folder is not None:
         return any((folder / name).is_file() for name in _OTHER_FORMS)
-    # Read by transformers before release 5.
-    older = given.get("TRANSFORMERS_CACHE")
+    older = given.get("TRANSFORMERS_CACHE") if _reads_older_cache() else None
     return bool(older) and local_folder(model, revision, older) is not None
+
+
+def _reads_older_cache() -> bool:
+    """Whether the transformers that serves reads TRANSFORMERS_CACHE: before release 5."""
+    try:
+        return int(metadata.version("transformers").partition(".")[0]) < 5
+    except (metadata.PackageNotFoundError, ValueError):
+        return False
 
 
 def _is_gguf(file: Path) -> bool:
@@ -220,15 +228,35 @@ def refuse_unreachable(absent: Mapping[str, Absence], environ: Mapping[str, str]
             raise PatchError(f"{name}: {replace(missing, seen=f'{missing.seen}; {why}', remedy=remedy)}")
 
 
-def unreachable_for(cached: Sequence[str], environ: Mapping[str, str]) -> str:
-    """Why a server cannot ask the hub about models that its cache has; empty where it can, or would not ask.
+def cached(model: str, environ: Mapping[str, str], revision: str | None) -> Path | None:
+    """The folder of a hub's model in its cache on this machine; None for any other, and where it is not there."""
+    if is_path(model):
+        return None
+    found = local_folder(model, revision, _cache(environ))
+    return found if found is not None and (found / "config.json").is_file() else None
+
+
+def unreachable_for(copies: Mapping[str, Path], environ: Mapping[str, str]) -> str:
+    """Why a server cannot ask the hub about models that its cache has.
+
+    Empty where it can or would not ask, and where the operator has said whether it shall (HF_HUB_OFFLINE is set).
 
     Args:
-        cached: names of the hub's.
+        copies: their folders in the cache, by role and name.
         environ: of the server.
+
+    Raises:
+        PatchError: it cannot, and a copy lacks weights, which a server would take as they come from memory.
     """
-    asks = cached and not offline(environ) and not _from_modelscope(environ)
-    return hub.unreachable(environ) if asks else ""
+    said = environ.get(OFFLINE) or offline(environ)
+    why = hub.unreachable(environ) if copies and not said and not _from_modelscope(environ) else ""
+    for name, folder in copies.items():
+        if why and not has_all_weights(folder):
+            raise PatchError(
+                f"{name}: its copy in the hub's cache, {folder}, lacks weight files; {why}\n"
+                f"  remedy     {_A_FOLDER}, or HF_ENDPOINT=URL of a hub that can be reached"
+            )
+    return why
 
 
 def _from_modelscope(environ: Mapping[str, str]) -> bool:

@@ -51,7 +51,7 @@ class Launch:
     """What is to be executed: command line, environment, and remarks for the person who started it.
 
     ``name`` is the served model's; ``bind`` the address or name at which the server listens; ``absent`` are the models
-    that it has to fetch first, by role and name; ``cached`` the names of the hub's that are in its cache here.
+    that it has to fetch first, by role and name; ``cached`` the folders of those in the hub's cache here, likewise.
     """
 
     argv: list[str]
@@ -60,7 +60,7 @@ class Launch:
     bind: str = ports.DEFAULT_HOST
     notes: list[str] = field(default_factory=list)
     absent: dict[str, named_model.Absence] = field(default_factory=dict)
-    cached: list[str] = field(default_factory=list)
+    cached: dict[str, Path] = field(default_factory=dict)
 
 
 def _model_config(model: str) -> dict[str, object] | None:
@@ -166,7 +166,8 @@ def plan(
     named = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     named.add_argument("--served-model-name", default=name)
     given = named.parse_known_args(list(extra))[0]
-    cached = [one for role, one, _ in wanted if f"{role} {one}" not in absent and not named_model.is_path(one)]
+    copies = {f"{role} {one}": named_model.cached(one, environ, revision) for role, one, revision in wanted}
+    cached = {one: place for one, place in copies.items() if place is not None}
     return Launch(argv, env, given.served_model_name, ports.bound_host(extra), notes, absent, cached)
 
 
@@ -175,14 +176,15 @@ def settle_hub(launch: Launch) -> None:
 
     Upstream asks it for files that are here, too, and tries for minutes each.
 
-    Raises PatchError where a model is to come from it.
+    Raises PatchError where a model, or a part of one, is to come from it.
     """
     named_model.refuse_unreachable(launch.absent, launch.env)
     why = named_model.unreachable_for(launch.cached, launch.env) if not launch.absent else ""
     if why:
         launch.env[named_model.OFFLINE] = "1"
+        names = ", ".join(launch.cached)
         launch.notes.append(
-            f"{why}: {', '.join(launch.cached)} from its cache on this machine ({named_model.OFFLINE}=1)"
+            f"{why}: {names} from its cache on this machine ({named_model.OFFLINE}=1; with =0 the server asks anyway)"
         )
 
 

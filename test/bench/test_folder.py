@@ -120,11 +120,21 @@ def test_diff_of_results_is_about_every_arm(tmp_path: Path) -> None:
     nothing = CliRunner().invoke(cli.app, ["diff", str(tmp_path / "none"), files[1]])
     assert nothing.exit_code == 2
     assert str(tmp_path / "none/result.json") in nothing.output
-    # Of other arms: the first.
+    # Of other arms those that both have; what is left out is named.
     for turn in other.turns:
         turn.arm = {"a": "c"}.get(turn.arm, turn.arm)
     folder.write(tmp_path / "y", other)
-    assert CliRunner().invoke(cli.app, ["diff", *files]).output == "nothing that matters differs\n"
+    done = CliRunner().invoke(cli.app, ["diff", *files])
+    assert (done.exit_code, done.output.startswith("arm b: ")) == (1, True)
+    assert "not compared: a, c (no arm of both, or its servers told no code state)\n" in done.output
+    # So also where an arm's servers told nothing, as those of none do.
+    for turn in one.turns:
+        turn.document = None if turn.arm == "b" else turn.document
+    folder.write(tmp_path / "x", one)
+    told = json.loads(CliRunner().invoke(cli.app, ["diff", "--json", files[0], files[0]]).output)
+    assert ([entry["arm"] for entry in told["arms"]], told["not_compared"]) == (["a"], ["b"])
+    # No arm of both: the first document of each.
+    assert CliRunner().invoke(cli.app, ["diff", *files]).output != ""
 
 
 def test_the_name_is_the_folder_s(tmp_path: Path) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import lzma
+import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -84,18 +84,21 @@ def test_py_spy_tells_python_from_what_it_calls(tmp_path: Path) -> None:
     script = tmp_path / "busy.py"
     # The import names the main thread.
     begin, work = "import hashlib, threading\ndef turn():", "    hashlib.sha256(b'x' * 50_000_000).digest()"
-    script.write_text(f"{begin}\n{work}\nwhile True: turn()\n")
-    process = subprocess.Popen([sys.executable, str(script)])
+    script.write_text(f"{begin}\n{work}\nprint(flush=True)\nwhile True: turn()\n")
+    process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE)
     out = tmp_path / "stacks.txt"
-    words = [run.spy() or "", "record", "--pid", str(process.pid), "--duration", "1", "--rate", "100"]
+    sampler = run.spy()
+    assert sampler, "py-spy is of the extra `test`"
+    words = [sampler, "record", "--pid", str(process.pid), "--duration", "1", "--rate", "100"]
     words += [*stacks.OPTIONS, "--output", str(out)]
     try:
-        time.sleep(1)
+        assert process.stdout is not None
+        process.stdout.readline()  # it has started
         sampled = subprocess.run(words, capture_output=True, text=True, check=False)
     finally:
         process.kill()
         process.wait()
-    if sampled.returncode and "ermission" in sampled.stderr:
+    if sampled.returncode and re.search("permi(ssion|tted)", sampled.stderr, re.IGNORECASE):
         pytest.skip(f"this machine lets nobody trace a process: {sampled.stderr.strip()[-100:]}")
     assert sampled.returncode == 0, sampled.stderr
     found = stacks.read(out.read_text().splitlines())

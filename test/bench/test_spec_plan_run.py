@@ -105,6 +105,9 @@ def test_where_it_breaks_even_is_never_extrapolated() -> None:
     assert summary.break_even(rows(0.9, 0.8)) == [{"batch_size": 4, "fixed": (None, 1.5)}]
     assert summary.break_even(rows(1.3, 1.2)) == [{"batch_size": 4, "fixed": (2.5, None)}]
     assert summary.break_even(summary.speeds([engine("none", 0, {None: (1.0, 10)})], 10)) == []
+    assert summary.break_even(rows(0.98, 1.01)) == [], "a gain that is none at a larger accept length is chance"
+    planned = [engine("none", 0, {None: (1.0, 10)}), engine("plan", 0, {1.5: (0.9, 10)})]
+    assert summary.break_even(summary.speeds(planned, 10)) == [], "a plan may draft nothing"
     for seconds, told in (((1 / 0.8, 1 / 1.6), "1.75"), ((0.9, 0.8), "below 1.5"), ((1.3, 1.2), "above 2.5")):
         result = {**NOTHING, "summary": rows(*seconds), "break_even": summary.break_even(rows(*seconds))}
         lines = summary.tables(result)
@@ -162,6 +165,10 @@ def test_results_are_put_together_with_rounds_of_their_own(
     monkeypatch.setattr(sys, "argv", ["summary.py", str(files[0])])
     assert summary.main() == 0
     assert "| 4 | - | 40 |" in capsys.readouterr().out
+    earlier = {name: value for name, value in work.items() if name != "pair"}
+    files[0].write_text(json.dumps({**results[0], "work": earlier}))
+    assert summary.main() == 2
+    assert f"{files[0]}: of an earlier benchmark.spec_plan.run, without `pair`" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

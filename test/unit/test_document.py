@@ -232,6 +232,32 @@ def test_a_model_that_was_trained_further_is_another(tmp_path: Path) -> None:
     assert machine.model(str(tmp_path)).weights_sample_sha256 != former.weights_sample_sha256
 
 
+def test_only_the_weights_that_are_loaded_tell_models_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A download of everything has files beside them that the server's own does not have."""
+    for part in ("model-1.safetensors", "model-2.safetensors"):
+        (tmp_path / part).write_bytes(part.encode() * 100)
+    plain = machine.model(str(tmp_path))
+    for other in ("training_args.bin", "pytorch_model.bin"):
+        (tmp_path / other).write_bytes(b"x")
+    assert machine.model(str(tmp_path)) == plain
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "consolidated.safetensors").write_bytes(b"x")
+    assert machine.model(str(tmp_path)).weights_sample_sha256 == plain.weights_sample_sha256
+    (tmp_path / "model-2.safetensors").unlink()
+    assert machine.model(str(tmp_path)).weights_sample_sha256 is None
+    for file in tmp_path.glob("*.safetensors*"):
+        file.unlink()
+    (tmp_path / "pytorch_model.bin").write_bytes(b"y" * 9000)
+    before = machine.model(str(tmp_path)).weights_sample_sha256
+    (tmp_path / "training_args.bin").write_bytes(b"z")
+    assert machine.model(str(tmp_path)).weights_sample_sha256 == before
+    # A disk that takes too long keeps no server from answering.
+    monkeypatch.setattr(machine, "_PATIENCE_S", -1)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"w" * 9000)
+    assert machine.model(str(tmp_path)).weights_sample_sha256 is None
+
+
 def test_a_model_is_known_by_its_content(tmp_path: Path) -> None:
     folder = ROOT / "test/models/tiny-kimi"
     told = machine.model(str(folder))

@@ -34,7 +34,7 @@ def test_weights_of_the_same_names_and_sizes_are_told_apart_by_their_sample() ->
         )
         return [(str(entry), entry.matters) for entry in diff(a, b)]
 
-    said = "the weights of the draft model are other numbers in files of the same names and sizes (s in A, t in B)"
+    said = "the weights of the draft model are other numbers (s in A, t in B)"
     assert told("s", "t") == [(said, True)]
     assert told("s", "t", path="n") == [(said, True), ("the path of the draft model was m in A and n in B", False)]
     assert told("s", "s") == told(None, "t") == told("s", None) == []

@@ -129,6 +129,12 @@ def test_what_upstreams_parser_takes_for_a_keys_option_is_masked() -> None:
     assert secrets.command(["bench", "ab", "--a", "none"]) == ["bench", "ab", "--a", "none"]
 
 
+@pytest.mark.parametrize("value", ["a,b;c", "a{b}&c", "$'KEY'", "'a b'"])
+@pytest.mark.parametrize("option", ["--api-key ", "--api-key=", "'--api-key' ", "--api-k "])
+def test_a_key_behind_an_option_ends_at_a_blank(option: str, value: str) -> None:
+    assert secrets.mask_text(f"serve {option}{value} --port 1") == f"serve {option}*** --port 1"
+
+
 def test_the_last_part_of_a_name_may_be_a_compilers_pass() -> None:
     environ = {"TORCHINDUCTOR_GROUP_BATCH_PASS": "1", "SGLANG_DB_PASS": SECRET}
     assert secrets.environment(environ) == {"SGLANG_DB_PASS": "***", "TORCHINDUCTOR_GROUP_BATCH_PASS": "1"}

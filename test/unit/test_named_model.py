@@ -106,7 +106,10 @@ def test_a_gguf_file_of_the_hub_is_served(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["params.json", "head.pt"])
-def test_other_forms_and_the_cache_of_older_releases_are_served(tmp_path: Path, form: str) -> None:
+def test_other_forms_and_the_cache_of_older_releases_are_served(
+    tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(named_model, "_reads_older_cache", lambda: True)
     (tmp_path / "form").mkdir()
     (tmp_path / "form" / form).write_text("{}")
     keep(tmp_path / "hub", "own/m", "config.json")
@@ -116,6 +119,9 @@ def test_other_forms_and_the_cache_of_older_releases_are_served(tmp_path: Path, 
     read = models.read(str(tmp_path / "form"))
     assert read == Model(read.path, unread=True, remedy=named_model._ANY)
     assert named_model.absence("own--/m..x/q.gguf", environ) is not None
+    monkeypatch.setattr(named_model, "_reads_older_cache", lambda: False)
+    with pytest.raises(PatchError, match="keeps from asking the hub"):
+        serve.plan("own/m", "", 1, 30000, [], cuda=True, environ=environ)
 
 
 def test_a_hub_that_cannot_be_reached_ends_serve_before_the_server(
@@ -157,30 +163,30 @@ def test_nobody_is_asked_for_a_model_that_is_a_folder(tmp_path: Path, asked: lis
     target = str(Path(__file__).parents[1] / "models/tiny-kimi")
     planned = serve.plan(target, "", 1, 30000, [], cuda=False, environ={})
     serve.settle_hub(planned)
-    assert (planned.absent, planned.cached, asked) == ({}, [], [])
+    assert (planned.absent, planned.cached, asked) == ({}, {}, [])
 
 
 def test_a_cached_model_is_served_without_a_hub_that_cannot_be_reached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    keep(tmp_path, "own/m", "config.json")
+    keep(tmp_path, "own/m", "config.json", "model.safetensors")
     started: list[dict[str, str]] = []
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(serve.os, "execvpe", lambda _program, _argv, env: started.append(env))
     monkeypatch.setattr(serve.ready, "announce", lambda *_: None)
     monkeypatch.setattr(launch, "_announce", lambda *_: None)
-    told = "the hub cannot be reached: No route to host: own/m from its cache on this machine (HF_HUB_OFFLINE=1)"
+    told = "the hub cannot be reached: No route to host: model own/m from its cache on this machine"
     serve.main(["--model", "own/m"])
     shown = capsys.readouterr().out
-    assert f"serve: {told}\n" in shown
-    assert "HF_HUB_OFFLINE=1" in shown.split(told)[1], "the line to use again needs it"
+    assert f"serve: {told} (HF_HUB_OFFLINE=1; with =0 the server asks anyway)\n" in shown
+    assert "env HF_HUB_OFFLINE=1" in shown or "HF_HUB_OFFLINE=1 " in shown.split("asks anyway")[1]
     line = ["launch", "tiny-cpu", "--model", "own/m", "--draft", "", "--no-doctor"]
     done = CliRunner().invoke(app, line)
-    assert (done.exit_code, f"launch: {told}\n" in done.output) == (0, True), done.output
+    assert (done.exit_code, f"launch: {told} (" in done.output) == (0, True), done.output
     assert [env["HF_HUB_OFFLINE"] for env in started] == ["1", "1"]
     assert len(asked) == 2
     # Who forbade asking is not asked for; a hub that answers, and ModelScope, are left to the server.
-    for variable, value in (("HF_HUB_OFFLINE", "1"), ("SGLANG_USE_MODELSCOPE", "1")):
+    for variable, value in (("HF_HUB_OFFLINE", "1"), ("HF_HUB_OFFLINE", "0"), ("SGLANG_USE_MODELSCOPE", "1")):
         monkeypatch.setenv(variable, value)
         serve.main(["--model", "own/m"])
         monkeypatch.delenv(variable)
@@ -189,7 +195,39 @@ def test_a_cached_model_is_served_without_a_hub_that_cannot_be_reached(
     serve.main(["--model", "own/m"])
     assert "HF_HUB_OFFLINE" not in started[-1]
     done = CliRunner().invoke(app, [*line, "--dry-run"])
-    assert len(started) == 5, "a dry run starts nothing"
+    assert len(started) == 6, "a dry run starts nothing"
+
+
+@pytest.mark.parametrize(
+    ("files", "whole"),
+    [
+        (["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"], True),
+        (["model-00001-of-00002.safetensors"], False),
+        ([], False),
+    ],
+)
+def test_a_copy_that_lacks_weights_is_not_served_for_want_of_a_hub(
+    tmp_path: Path, files: list[str], whole: bool, asked: list[str]
+) -> None:
+    """Upstream would serve the weights that came, and the rest as its memory is."""
+    keep(tmp_path, "own/m", "config.json", *files)
+    snapshot = tmp_path / "models--own--m/snapshots" / ("0" * 40)
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
+    planned = serve.plan("own/m", "", 1, 30000, [], cuda=False, environ={"HF_HUB_CACHE": str(tmp_path)})
+    if whole:
+        serve.settle_hub(planned)
+        assert planned.env["HF_HUB_OFFLINE"] == "1"
+    else:
+        with pytest.raises(
+            PatchError, match=r"^model own/m: its copy in the hub's cache, .*lacks weight files; the hub"
+        ):
+            serve.settle_hub(planned)
+        # Without an index a part is known by its name.
+        (snapshot / "model.safetensors.index.json").unlink()
+        with pytest.raises(PatchError, match="lacks weight files"):
+            serve.settle_hub(planned)
+    assert asked
 
 
 def test_what_a_server_has_fetched_is_here_though_the_hub_has_more(tmp_path: Path, asked: list[str]) -> None:

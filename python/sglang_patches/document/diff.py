@@ -199,7 +199,7 @@ def _models(a: Document, b: Document) -> Iterator[Difference]:
         if not content and None not in samples and samples[0] != samples[1]:
             content = True
             words = [str(_short(sha)) for sha in samples]
-            clause = f"are other numbers in files of the same names and sizes ({words[0]} in A, {words[1]} in B)"
+            clause = f"are other numbers ({words[0]} in A, {words[1]} in B)"
             yield Difference("model", f"the weights of the {role} model", words[0], words[1], joined=clause)
         # By content the same, or not known: then name and revision are all there is to go by.
         unknown = one.config_sha256 is None and other.config_sha256 is None

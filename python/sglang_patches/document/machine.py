@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import re
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from sglang_patches.upstream import digest
 
 # Of a sample of weights: how many blocks in all, and their bytes.
 _BLOCKS, _BLOCK = 256, 4096
+_PATIENCE_S = 2.0
 
 
 def machine(environ: Mapping[str, str] | None = None, nvml: Any = None) -> Machine:
@@ -158,7 +160,20 @@ def _sha256(file: Path) -> str | None:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    return sorted(file for pattern in ("*.safetensors", "*.bin", "*.gguf") for file in folder.glob(pattern))
+    """Those that the loader reads: what the index names, else all of the first format that there is.
+
+    A folder may have more, an optimizer's state or the same weights in another format.
+    """
+    for index in sorted(folder.glob("*.safetensors.index.json")):
+        try:
+            named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            continue
+        return [folder / name for name in sorted(named)]
+    for pattern in ("*.safetensors", "pytorch_model*.bin", "*.bin", "*.gguf"):
+        if files := sorted(folder.glob(pattern)):
+            return files
+    return []
 
 
 def _weights(folder: Path) -> str | None:
@@ -169,7 +184,10 @@ def _weights(folder: Path) -> str | None:
 
 
 def _sample(folder: Path) -> str | None:
-    """A megabyte of the weights is read: all of them would take minutes, and training changes every layer."""
+    """A megabyte of the weights is read: all of them would take minutes, and training changes every layer.
+
+    None where a file is missing, or a network's disk takes longer than `_PATIENCE_S` for it: a server is asked too.
+    """
     try:
         states = [(file, file.stat()) for file in _weight_files(folder)]
         return _sampled(tuple((str(file), state.st_size, state.st_mtime_ns) for file, state in states))
@@ -183,7 +201,10 @@ def _sampled(files: tuple[tuple[str, int, int], ...]) -> str | None:
         return None
     each = max(4, _BLOCKS // len(files))
     seen = hashlib.sha256()
+    end = time.monotonic() + _PATIENCE_S
     for name, size, _changed in files:
+        if time.monotonic() > end:
+            return None
         seen.update(json.dumps([os.path.basename(name), size]).encode())
         last = max(0, size - _BLOCK)
         with open(name, "rb", buffering=0) as file:

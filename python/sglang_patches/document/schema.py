@@ -247,29 +247,32 @@ def read(file: Path) -> Document:
     return parse(_json(file), str(file))
 
 
-def pairs(a: Path, b: Path) -> list[tuple[str, Document, Document]]:
-    """(arm, document of a, document of b) to compare: of two results with the same arms each arm's first server.
+def pairs(a: Path, b: Path) -> tuple[list[tuple[str, Document, Document]], list[str]]:
+    """What to compare: of two results the first server of each arm that both have; else the first document of each.
 
-    Of anything else the first document, and the arm is empty.
+    Returns: (arm, document of a, document of b), the arm empty where it is not by arm; and the arms that either result
+        has and that were left out, since the other lacks them or no server of theirs told a document.
 
     Raises:
         PatchError, OSError: as `read`.
     """
     one, other = _json(a), _json(b)
     there, here = _by_arm(one), _by_arm(other)
-    if len(there) > 1 and there.keys() == here.keys():
-        return [(arm, parse(there[arm], str(a)), parse(here[arm], str(b))) for arm in there]
-    return [("", parse(one, str(a)), parse(other, str(b)))]
+    both = [arm for arm, told in there.items() if told is not None and here.get(arm) is not None]
+    if not both or len({*there, *here}) < 2:
+        return [("", parse(one, str(a)), parse(other, str(b)))], []
+    left = [arm for arm in dict.fromkeys([*there, *here]) if arm not in both]
+    return [(arm, parse(there[arm], str(a)), parse(here[arm], str(b))) for arm in both], left
 
 
 def _by_arm(data: Any) -> dict[str, Any]:
-    """The first document of each arm among a result's turns; empty where an arm's servers told none."""
+    """The first document of each arm among a result's turns; None where no server of an arm told one."""
     turns = data.get("turns") if isinstance(data, dict) else None
     found: dict[str, Any] = {}
     for turn in turns if isinstance(turns, list) else []:
-        if not isinstance(turn, dict) or not isinstance(turn.get("arm"), str) or find(turn.get("document")) is None:
-            return {}
-        found.setdefault(turn["arm"], turn["document"])
+        if isinstance(turn, dict) and isinstance(turn.get("arm"), str):
+            told = turn["document"] if find(turn.get("document")) is not None else None
+            found[turn["arm"]] = found.get(turn["arm"]) or told
     return found
 
 

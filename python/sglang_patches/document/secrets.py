@@ -71,8 +71,10 @@ _VALUES = (
 )
 # Names start at a boundary and are bounded, or long values would take time that grows with their square.
 # key=value and "key": "value" inside a value: query strings, headers, JSON in an argument.
-_NAME = re.compile(r"""(?P<name>(?<![\w-])[\w-]{1,200})(["']?\s*[=:]\s*|(?<=[\w-])\s+)""")
+_NAME = re.compile(r"""(?P<name>(?<![\w-])[\w-]{1,200})(["']?\s*[=:]\s*|(?<=[\w-])["']?\s+)""")
 _VALUE = re.compile(r""""[^"]*"?|'[^']*'?|[^\s"'&,;}{]+""")
+# Behind an option everything up to the next blank is its value.
+_OPTION_VALUE = re.compile(r""""[^"]*"?|'[^']*'?|\S+""")
 
 
 def is_secret(name: str, value: object = "x") -> bool:
@@ -113,10 +115,11 @@ def _pairs(text: str) -> str:
     out, kept = [], 0
     for match in _NAME.finditer(text):
         # Apart by blanks, as in a command line: there a name is an option.
-        option = match[2].isspace()
+        option = match[2].strip("\"'").isspace()
         if match.start() < kept or (option and not match["name"].startswith("--")) or not is_secret(match["name"]):
             continue
-        value = _VALUE.match(text, match.end())
+        pattern = _OPTION_VALUE if match["name"].startswith("--") else _VALUE
+        value = pattern.match(text, match.end())
         if value and not (option and value[0].startswith("-")) and is_secret(match["name"], value[0].strip("\"'")):
             out += [text[kept : match.end()], MASK]
             kept = value.end()

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 INDEX = "model.safetensors.index.json"
 _SNAPSHOTS = "snapshots"
 _ONE_OF = re.compile(r"-\d+-of-\d+\.safetensors$")
+_PART = re.compile(r"-\d+-of-\d+\.\w+$")
 _LONGEST_HEADER = 100 << 20  # safetensors' own limit
 
 
@@ -109,6 +110,23 @@ def read_headers(folder: Path) -> Checkpoint | None:
     for file in files:
         tensors |= _header(file)
     return Checkpoint(folder, tensors)
+
+
+def has_all_weights(folder: Path) -> bool:
+    """Whether the weight files that an index of the folder names are there, or all parts where there is no index.
+
+    Upstream's loader takes the parts it finds, in a hub's cache that may not be asked for more, and serves what it has.
+    """
+    named = [file for file in folder.glob("*.index.json") if file.is_file()]
+    for index in named:
+        try:
+            parts = _named(index)
+            if parts and all((folder / part).is_file() for part in parts):
+                return True
+        except UnreadableCheckpoint:
+            continue
+    found = [file.name for form in ("safetensors", "bin", "gguf", "pt") for file in folder.glob(f"*.{form}")]
+    return not named and bool(found) and not any(_PART.search(name) for name in found)
 
 
 def local_config(model: str, revision: str | None, cache_dir: str | None) -> dict[str, Any] | None:
