@@ -45,7 +45,8 @@ def test_a_killed_comparison_goes_on_and_ends_in_a_verdict(tmp_path: Path) -> No
     # Speculation is lossless, so drafts of any length give the same tokens, in every server.
     assert len({turn.output_sha256 for turn in result.turns} - {None}) == 1
     assert result.allowed == []
-    assert result.analysis["notes"] == []
+    # The same prompts give the same accept length in every server of an arm, which is all that there is to remark.
+    assert [note.partition(" is equal in all rounds")[0] for note in result.analysis["notes"]] == ["accept_length"]
     for turn in result.turns:
         assert turn.document is not None
         assert turn.document.server_args is not None
