@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import pty
 import re
 import select
+import signal
 import socket
 import subprocess
 import sys
+import termios
 import threading
 import time
 from collections.abc import Iterator
@@ -174,6 +177,12 @@ def test_a_server_that_goes_away_and_comes_back_is_watched_on() -> None:
     assert (watch.found.seconds, watch.found.restarted) == (1.0, False)
 
 
+def own_terminal() -> None:
+    """A terminal of its own for Ctrl-C to come from, whose signal a background job of a shell ignores."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize("key", [b"q", b"\x03"], ids=["q", "ctrl-c"])
 def test_the_live_view_runs_in_a_terminal_and_ends_by_a_key(server: Any, key: bytes) -> None:
     ours, theirs = pty.openpty()
@@ -186,8 +195,7 @@ def test_the_live_view_runs_in_a_terminal_and_ends_by_a_key(server: Any, key: by
             stdout=theirs,
             stderr=theirs,
             start_new_session=True,
-            # The terminal that Ctrl-C comes from must be the process's own.
-            preexec_fn=lambda: __import__("fcntl").ioctl(0, __import__("termios").TIOCSCTTY, 0),
+            preexec_fn=own_terminal,
             env={**os.environ, "TERM": "xterm", "COLUMNS": "110", "LINES": "60"},
         )
         stack.callback(process.wait)
