@@ -31,7 +31,7 @@ import psutil
 
 from benchmark.host_cycle import stacks
 from benchmark.spec_plan.engine import ARMS, Served, Work
-from benchmark.spec_plan.run import environment
+from benchmark.spec_plan.run import add_served, environment
 from sglang_patches import provenance, selection
 from sglang_patches.bench import shard
 from sglang_patches.document import secrets
@@ -48,10 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rate", type=int, default=500, help="samples a second; default 500")
     parser.add_argument("--tokens", type=int, default=1000, help="of the timed answers; default 1000")
     parser.add_argument("--context", type=int, default=1024, help="prompt tokens; default 1024")
-    parser.add_argument("--layers", type=int, default=shard.LAYERS)
-    parser.add_argument("--weights", choices=shard.WEIGHTS, default="bf16")
-    parser.add_argument("--model", type=Path, help="serve this target and not the share; with --draft, on a CPU too")
-    parser.add_argument("--draft", type=Path, help="its draft")
+    add_served(parser, layers=shard.LAYERS, weights="bf16")
     return parser
 
 

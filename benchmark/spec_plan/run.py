@@ -70,6 +70,14 @@ def environment(arm: str, gpu: str | None) -> dict[str, str]:
     return environ
 
 
+def add_served(parser: argparse.ArgumentParser, *, layers: int, weights: str) -> None:
+    """Options that say what is served: a share of so many layers by default, or a pair."""
+    parser.add_argument("--layers", type=int, default=layers, help=f"of the share's {shard.WHOLE}; default {layers}")
+    parser.add_argument("--weights", choices=shard.WEIGHTS, default=weights, help=f"of its experts; default {weights}")
+    parser.add_argument("--model", type=Path, help="serve this target and not the share; with --draft, on a CPU too")
+    parser.add_argument("--draft", type=Path, help="its draft")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="JSON file for the result")
@@ -82,10 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--repeats", type=int, default=1, help="answers of each batch size, accept length and engine")
     parser.add_argument("--rounds", type=int, default=2, help="engines of each arm; default 2")
     parser.add_argument("--answers", type=int, default=8, help="prompts of which answers are compared; default 8")
-    parser.add_argument("--layers", type=int, default=shard.WHOLE)
-    parser.add_argument("--weights", choices=shard.WEIGHTS, default="int4")
-    parser.add_argument("--model", type=Path, help="serve this target and not the share; with --draft, on a CPU too")
-    parser.add_argument("--draft", type=Path, help="its draft")
+    add_served(parser, layers=shard.WHOLE, weights="int4")
     parser.add_argument("--one", choices=ARMS, help=argparse.SUPPRESS)
     return parser
 

@@ -7,9 +7,6 @@ tests test.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +18,7 @@ from sglang.srt import runtime_context
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from split_compile import compiled
 from split_extend import SHAPES
+from split_made import written
 
 from sglang_patches.runtime import _outcome
 from sglang_patches.runtime import draft_extend_split_kv as patch
@@ -28,7 +26,6 @@ from sglang_patches.runtime._split_kv import plan
 from sglang_patches.runtime.draft_extend_split_kv import gate, launch
 from sglang_patches.runtime.draft_extend_split_kv.kernels import attend_splits
 
-HERE = Path(__file__).parent
 BF16, F32 = torch.bfloat16, torch.float32
 
 DRAFT_ON_H200 = gate.Facts(
@@ -53,18 +50,9 @@ def nothing_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patch, "backends", patch.Backends(patch.PATCH))
 
 
-def written(part: str, folder: Path) -> Any:
-    file = folder / f"{part}.pt"
-    environment = os.environ | {"SGLANG_PATCHES": "+draft-extend-split-kv"}
-    command = [sys.executable, str(HERE / "split_extend.py"), part, str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return torch.load(file, weights_only=False)
-
-
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return written("kernels", tmp_path_factory.mktemp("split"))
+    return written("split_extend.py", "draft-extend-split-kv", "kernels", tmp_path_factory.mktemp("split"))
 
 
 @pytest.mark.parametrize("name", [*SHAPES, "scaled cache", "float32 of the check"])
@@ -108,7 +96,7 @@ def test_kernels_compile_and_take_the_shared_memory_they_say(tile: Any, sm: int,
 
 def test_upstreams_backend_extends_with_the_split_kernels(tmp_path: Path) -> None:
     """The bundled draft's whole forward, 4 new tokens of three requests, against torch's and upstream's kernels."""
-    found = written("backend", tmp_path)
+    found = written("split_extend.py", "draft-extend-split-kv", "backend", tmp_path)
     reference, upstream, split = found["torch_native"], found["triton"], found["split"]
     assert (upstream["calls"], split["calls"]) == (None, {"split_kv": 1})  # it has one layer
     told = {name: split["outcome"][name] for name in ("result", "rows", "splits_launched_at_batch_1")}

@@ -6,36 +6,23 @@ are not here. Speed, and bfloat16 in the interpreter, need a GPU.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from split_compile import compiled
+from split_made import written
 from split_verify import SHAPES
 
 from sglang_patches.runtime._split_kv import plan
 from sglang_patches.runtime.mla_verify_split_kv import launch
 from sglang_patches.runtime.mla_verify_split_kv.kernels import attend_splits
 
-HERE = Path(__file__).parent
-
-
-def written(part: str, folder: Path) -> Any:
-    file = folder / f"{part}.pt"
-    environment = os.environ | {"SGLANG_PATCHES": "+mla-verify-split-kv"}
-    command = [sys.executable, str(HERE / "split_verify.py"), part, str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return torch.load(file, weights_only=False)
-
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return written("kernels", tmp_path_factory.mktemp("split"))
+    return written("split_verify.py", "mla-verify-split-kv", "kernels", tmp_path_factory.mktemp("split"))
 
 
 @pytest.mark.parametrize("name", [*SHAPES, "scaled cache"])
@@ -77,7 +64,7 @@ def test_kernels_compile_and_take_the_shared_memory_they_say(tile: plan.Tiles, s
 
 
 def test_upstreams_backend_verifies_with_the_split_kernels(tmp_path: Path) -> None:
-    found = written("backend", tmp_path)
+    found = written("split_verify.py", "mla-verify-split-kv", "backend", tmp_path)
     reference, split = found["torch_native"], found["split"]
     assert split["calls"] == {"split_kv": 12}  # one a layer
     assert split["outcome"]["result"] == "applied"

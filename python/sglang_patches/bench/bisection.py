@@ -10,7 +10,8 @@ from pathlib import Path
 from sglang_patches.bench.changes import Changes
 from sglang_patches.bench.deltas import Answer, Findings, Order, Question, Subset, search
 from sglang_patches.bench.evidence import GOOD, Evidence
-from sglang_patches.bench.journal import Journal, write
+from sglang_patches.bench.folder import replace
+from sglang_patches.bench.journal import Journal
 from sglang_patches.bench.model import Arm, Turn
 from sglang_patches.bench.turns import TurnFailed
 
@@ -64,7 +65,7 @@ class Failures:
     def add(self, arm: Arm, turns: int, why: str) -> None:
         """Keep it."""
         self._seen[f"{turns} {arm.spec}"] = why
-        write(self._file, json.dumps(self._seen, indent=1) + "\n")
+        replace(self._file, json.dumps(self._seen, indent=1) + "\n")
 
 
 class Bisection:

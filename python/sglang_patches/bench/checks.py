@@ -124,13 +124,19 @@ def looked(looks: Sequence[int]) -> list[str]:
     ]
 
 
-def _not_ratios(turns: Sequence[Turn]) -> list[str]:
-    """Judged figures that are 0, or not there, in some arms only: no ratio tells them, and they may tell the most."""
-    said = []
+def _figures(turns: Sequence[Turn]) -> Iterator[tuple[str, dict[str, list[float]]]]:
+    """Each judged figure and its values by arm, a turn's in each; 0 where a turn does not tell it."""
     for figure in HIGHER_IS_BETTER:
         by_arm: dict[str, list[float]] = {}
         for turn in turns:
             by_arm.setdefault(turn.arm, []).append(turn.figures.get(figure, 0.0))
+        yield figure, by_arm
+
+
+def _not_ratios(turns: Sequence[Turn]) -> list[str]:
+    """Judged figures that are 0, or not there, in some arms only: no ratio tells them, and they may tell the most."""
+    said = []
+    for figure, by_arm in _figures(turns):
         if any(max(values) > 0 for values in by_arm.values()) and any(min(values) <= 0 for values in by_arm.values()):
             means = ", ".join(f"{sum(values) / len(values):.4g} in {arm}" for arm, values in by_arm.items())
             said.append(f"{figure} is not compared: {means} (0: none, or not told)")
@@ -140,10 +146,7 @@ def _not_ratios(turns: Sequence[Turn]) -> list[str]:
 def _constant(turns: Sequence[Turn]) -> list[str]:
     """Figures that no round of two or more arms changes: their intervals have no width, and that is not precision."""
     said = []
-    for figure in HIGHER_IS_BETTER:
-        by_arm: dict[str, list[float]] = {}
-        for turn in turns:
-            by_arm.setdefault(turn.arm, []).append(turn.figures.get(figure, 0.0))
+    for figure, by_arm in _figures(turns):
         same = [
             arm
             for arm, values in by_arm.items()

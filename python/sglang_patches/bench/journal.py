@@ -31,12 +31,13 @@ from pydantic import BaseModel, ValidationError
 
 from sglang_patches import provenance, series, upstream
 from sglang_patches.bench.figures import VERSION
+from sglang_patches.bench.folder import replace
 from sglang_patches.bench.model import Arm, Sample, Turn
 from sglang_patches.bench.progress import Progress
 from sglang_patches.bench.turns import Setup, one_turn
 from sglang_patches.document import diff as differ
 from sglang_patches.document import secrets
-from sglang_patches.errors import PatchError, of_file
+from sglang_patches.errors import PatchError
 
 __all__ = ["Journal", "Setup", "abba", "one_turn", "run_turns"]
 
@@ -264,22 +265,11 @@ class Journal(AbstractContextManager["Journal"]):
 
     def _write_run(self) -> None:
         arms = {name: arm.model_dump() for name, arm in self._arms.items()}
-        write(self.folder / "run.json", json.dumps({**self._identity, "arms": arms}, indent=1) + "\n")
+        replace(self.folder / "run.json", json.dumps({**self._identity, "arms": arms}, indent=1) + "\n")
 
     def _rewrite_samples(self) -> None:
         lines = [sample.model_dump_json() for samples in self._samples.values() for sample in samples]
-        write(self.folder / "samples.jsonl", "".join(f"{line}\n" for line in lines))
-
-
-def write(file: Path, text: str) -> None:
-    """Replace a file as a whole, so that no one ever sees half of it."""
-    new = file.with_name(f"{file.name}.new")
-    with of_file(file):
-        with new.open("w", encoding="utf-8") as out:
-            out.write(text)
-            out.flush()
-            os.fsync(out.fileno())
-        new.replace(file)
+        replace(self.folder / "samples.jsonl", "".join(f"{line}\n" for line in lines))
 
 
 def _append(file: Path, entries: Sequence[BaseModel]) -> None:
