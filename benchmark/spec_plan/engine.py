@@ -44,6 +44,44 @@ ARMS = {
 }
 
 
+def split(name: str) -> tuple[Arm, str | None]:
+    """How an arm serves, and its SGLANG_PATCHES; None where it has the caller's.
+
+    ``fixed:-clean-stop:-provenance`` is the arm fixed without these two patches.
+
+    Raises ValueError for a name that is no arm, and for changes to the patches of an arm that has none.
+    """
+    base, _, changes = name.partition(":")
+    if base not in ARMS or (changes and ARMS[base].upstream):
+        raise ValueError(
+            f"{name!r}: not one of {', '.join(ARMS)}; ours also with patches changed, as fixed:-NAME:-NAME"
+        )
+    if ARMS[base].upstream:
+        return ARMS[base], "none"
+    return ARMS[base], changes.replace(":", ",") or None
+
+
+class Turns:
+    """When an engine may compute: always; or, where several share a GPU, once for every line on standard input.
+
+    Args:
+        reply: file descriptor that a byte is written to when it is ready and after every turn; None: always.
+    """
+
+    def __init__(self, reply: int | None) -> None:
+        self._reply = reply
+
+    def wait(self) -> None:
+        """Until it may. Raises EOFError where the one who gives turns is gone."""
+        if self._reply is not None and not sys.stdin.readline():
+            raise EOFError("no more turns come on standard input")
+
+    def done(self) -> None:
+        """It is another's turn."""
+        if self._reply is not None:
+            os.write(self._reply, b".")
+
+
 class Work(BaseModel):
     """What is served and asked."""
 
@@ -60,6 +98,7 @@ class Work(BaseModel):
     accept_lengths: list[float]
     answers: int
     plan: Path | None
+    together: bool = False
 
     def chosen(self, folder: Path, cuda: bool, extra: list[str]) -> arguments.Chosen:
         """What is served: the pair named, or a share of Kimi-K2.5 that is written to `folder`."""
@@ -71,6 +110,12 @@ class Work(BaseModel):
             target, draft = self.model, self.draft
         else:
             target, draft = shard.write(folder, self.layers, self.weights)
+        if self.together:
+            # Idle schedulers would keep cores busy that the one whose turn it is shares with them.
+            extra = [*extra, "--sleep-on-idle"]
+        if self.together and cuda:
+            # Upstream wants the rest of the whole GPU to be free, which others take; the KV pool has its own limit.
+            extra = [*extra, "--mem-fraction-static", "0.97"]
         return arguments.Chosen(target, draft, dummy=not self.model, cuda=cuda, grid=asked, extra=extra)
 
 
@@ -83,14 +128,14 @@ class Served:
 
         from sglang_patches.bench.verify_step import probe
 
+        how, _ = split(arm)
+
         class Probed(Engine):
-            run_scheduler_process_func = staticmethod(
-                probe.run_speculative if ARMS[arm].speculates else probe.run_plain
-            )
+            run_scheduler_process_func = staticmethod(probe.run_speculative if how.speculates else probe.run_plain)
 
         planned = ["--speculative-adaptive", "--speculative-adaptive-config", str(work.plan)]
-        self.chosen = work.chosen(folder, cuda, planned if ARMS[arm].planned else [])
-        self.steps = _DRAFT_TOKENS if ARMS[arm].speculates else 0
+        self.chosen = work.chosen(folder, cuda, planned if how.planned else [])
+        self.steps = _DRAFT_TOKENS if how.speculates else 0
         generator = np.random.default_rng(0)
         requests = max(*work.batch_sizes, work.answers)
         # The first ids are special tokens.
@@ -133,12 +178,12 @@ class Served:
         return seconds, int(told.get("spec_verify_ct") or tokens)
 
 
-def measure(arm: str, work: Work, out: Path, cuda: bool) -> None:
+def measure(arm: str, work: Work, out: Path, cuda: bool, turns: Turns) -> None:
     """Serve as `arm` says and write what was measured; begins when a line comes on standard input.
 
     Upstream is imported before that, while another engine still starts. Answers come first, each prompt alone, so that
     all arms prefill in the same shapes. Then prompts are prefilled once and stay in the radix cache: a timed answer
-    computes one prompt token a request.
+    computes one prompt token a request. A turn is a batch size's warm-up or one repeat of it, at every accept length.
 
     Written: ``answers`` (see `Served.answer`); ``batches`` (``batch_size``; ``accept_length``, the pinned one or None
     without speculation; ``seconds`` and ``passes``, target passes of the first request, by repeat);
@@ -157,7 +202,7 @@ def measure(arm: str, work: Work, out: Path, cuda: bool) -> None:
         started = time.perf_counter() - begun
         drawn = served.ask("draw_all") if served.chosen.dummy else 0
         answers = [served.answer(prompt) for prompt in served.prompts[: work.answers]]
-        batches = _batches(served, work, ARMS[arm].speculates)
+        batches = _batches(served, work, split(arm)[0].speculates, turns)
         state = served.engine.get_server_info()["internal_states"][0].get("sglang_patches", {})
         served.engine.shutdown()
         told = {"arm": arm, "answers": answers, "batches": batches, "start_seconds": round(started, 1)}
@@ -166,12 +211,14 @@ def measure(arm: str, work: Work, out: Path, cuda: bool) -> None:
         out.write_text(json.dumps({**told, "provenance": whole()}))
 
 
-def _batches(served: Served, work: Work, speculates: bool) -> list[dict[str, Any]]:
+def _batches(served: Served, work: Work, speculates: bool, turns: Turns) -> list[dict[str, Any]]:
     served.generate(max(work.batch_sizes), 1)
+    turns.done()
     lengths: list[float | None] = [*work.accept_lengths] if speculates else [None]
     batches: dict[tuple[int, float | None], dict[str, Any]] = {}
     for size in work.batch_sizes:
         for repeat in range(work.repeats + 1):
+            turns.wait()
             for length in lengths if repeat % 2 else lengths[::-1]:
                 if length is not None:
                     served.ask("pin", accept_length=length, token_mode=TOKEN_MODE)
@@ -180,4 +227,5 @@ def _batches(served: Served, work: Work, speculates: bool) -> list[dict[str, Any
                     row = batches.setdefault((size, length), {"seconds": [], "passes": []})
                     row["seconds"].append(round(seconds, 5))
                     row["passes"].append(passes)
+            turns.done()
     return [{"batch_size": size, "accept_length": length, **row} for (size, length), row in batches.items()]

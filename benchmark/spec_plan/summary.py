@@ -5,58 +5,72 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterable
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmark.spec_plan.engine import ARMS
+from benchmark.spec_plan.engine import ARMS, split
 from sglang_patches.bench import statistics
 
 Engine = dict[str, Any]
-#: What others are compared to.
+#: What the answers of others are compared to, and their speeds where nothing else is said.
 BASELINE = "none"
 _SHARED = ("layers", "weights", "pair", "context")
 
 
-def of(engines: list[Engine], tokens: int) -> dict[str, Any]:
-    """All that is told of engines: ``headline``, ``summary``, ``break_even``, ``answers`` and ``partings``."""
-    rows = speeds(engines, tokens)
-    told = {"headline": headline(rows), "summary": rows, "break_even": break_even(rows)}
+def of(engines: list[Engine], tokens: int, over: str = BASELINE) -> dict[str, Any]:
+    """All that is told of engines: ``headline``, ``summary``, ``break_even``, ``answers`` and ``partings``.
+
+    ``over`` is the arm that the speeds of others are compared to.
+    """
+    rows = speeds(engines, tokens, over)
+    told = {"headline": headline(rows, over), "summary": rows}
+    told["break_even"] = break_even(rows) if over == BASELINE else []
     return {**told, "answers": sameness(engines), "partings": partings(engines)}
 
 
-def headline(rows: list[dict[str, Any]]) -> str:
-    """The ratios to ``none`` in words: of each arm and accept length, at the smallest batch and the least of all."""
+def _order(names: Iterable[str]) -> list[str]:
+    """Arms among `names`, each once: in the order of `ARMS`, with patches changed after the arm that they change."""
+    known = list(ARMS)
+    found = dict.fromkeys(name for name in names if name.partition(":")[0] in ARMS and "_over_" not in name)
+    return sorted(found, key=lambda name: known.index(name.partition(":")[0]))
+
+
+def headline(rows: list[dict[str, Any]], over: str = BASELINE) -> str:
+    """The ratios to `over` in words: of each arm and accept length, at the smallest batch and the least of all."""
     said = []
-    for arm in ARMS:
-        name = f"{arm}_over_none"
+    for arm in _order(name for row in rows for name in row):
+        name = f"{arm}_over_{over}"
         for length in dict.fromkeys(row["accept_length"] for row in rows if name in row):
             ratios = {row["batch_size"]: row[name] for row in rows if row["accept_length"] == length and name in row}
             first = ratios[min(ratios)]
             interval = f" ({first['low']:.3g} to {first['high']:.3g})" if first["rounds"] > 1 else ""
             least = min(ratios, key=lambda size: (round(ratios[size]["ratio"], 3), size))
-            at = f" and an accept length of {length:g}" if length is not None and ARMS[arm].speculates else ""
+            speculates = split(arm)[0].speculates
+            at = f" and an accept length of {length:g}" if length is not None and speculates else ""
             said.append(
-                f"{arm} gives {first['ratio']:.3f}{interval} times the tokens/s of none at batch {min(ratios)}{at}"
+                f"{arm} gives {first['ratio']:.3f}{interval} times the tokens/s of {over} at batch {min(ratios)}{at}"
                 + (f", {ratios[least]['ratio']:.3f} at batch {least}" if least != min(ratios) else "")
                 + (f", the least of {len(ratios)} sizes" if len(ratios) > 1 else "")
             )
-            if not ARMS[arm].speculates:
+            if not speculates:
                 break  # the same at every accept length
     return "; ".join(said)
 
 
-def speeds(engines: list[Engine], tokens: int) -> list[dict[str, Any]]:
-    """A row for each batch size and pinned accept length: tokens per second by arm, and their ratio to ``none``.
+def speeds(engines: list[Engine], tokens: int, over: str = BASELINE) -> list[dict[str, Any]]:
+    """A row for each batch size and pinned accept length: tokens per second by arm, and their ratio to `over`.
 
     Args:
         engines: what `engine.measure` wrote, with the ``round`` it was measured in.
         tokens: of each answer.
+        over: the arm that others are compared to.
 
     Returns: rows with ``batch_size``, ``accept_length`` (None where no arm speculates), ``<arm>`` (tokens per second,
-        median of all repeats) and ``<arm>_over_none``, a `statistics.Comparison` of the rounds that have both arms: the
+        median of all repeats) and ``<arm>_over_<over>``, a `statistics.Comparison` of rounds that have both arms: the
         geometric mean of their ratios, its interval and a verdict. Each interval is meant by itself: of 20 rows that
         say 95 % one is expected to be wrong.
     """
@@ -69,14 +83,14 @@ def speeds(engines: list[Engine], tokens: int) -> list[dict[str, Any]]:
             for arm, rounds in taken.items():
                 row[arm] = size * tokens / float(np.median(np.concatenate(list(rounds.values()))))
             for arm, rounds in taken.items():
-                both = sorted(set(rounds) & set(taken.get(BASELINE, {})))
-                if arm != BASELINE and both:
+                both = sorted(set(rounds) & set(taken.get(over, {})))
+                if arm != over and both:
                     rates = [
                         [1 / float(np.median(measured[number])) for number in both]
-                        for measured in (taken[BASELINE], rounds)
+                        for measured in (taken[over], rounds)
                     ]
                     compared = statistics.compare(*rates, higher_is_better=True, figure=f"batches of {size} a second")
-                    row[f"{arm}_over_none"] = compared.document()
+                    row[f"{arm}_over_{over}"] = compared.document()
             rows.append(row)
     return rows
 
@@ -109,7 +123,8 @@ def break_even(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for size in dict.fromkeys(row["batch_size"] for row in rows):
         row: dict[str, Any] = {"batch_size": size}
         # A plan that drafts nothing at a batch size has none.
-        for arm in (arm for arm, kind in ARMS.items() if kind.speculates and not kind.planned):
+        names = _order(name for one in rows for name in one)
+        for arm in (name for name in names if split(name)[0].speculates and not split(name)[0].planned):
             points = sorted(
                 (one["accept_length"], one[f"{arm}_over_none"]["ratio"])
                 for one in rows
@@ -210,7 +225,8 @@ def _same(one: Engine, reference: Engine) -> dict[str, Any]:
 
 def tables(result: dict[str, Any], *, differences: bool = True) -> list[str]:
     """Lines of Markdown of what `of` returns; `differences`: each first difference of two answers, too."""
-    parts = [_speed_lines(result["summary"], result["break_even"]), _answer_lines(result["answers"])]
+    parts = [_speed_lines(result["summary"], result["break_even"], result.get("over", BASELINE))]
+    parts += [_answer_lines(result["answers"])]
     parts += [_difference_lines(result["answers"])] if differences else []
     parts += [_parting_lines(result["partings"])]
     lines: list[str] = []
@@ -219,18 +235,18 @@ def tables(result: dict[str, Any], *, differences: bool = True) -> list[str]:
     return lines
 
 
-def _speed_lines(rows: list[dict[str, Any]], even: list[dict[str, Any]]) -> list[str]:
-    arms = [arm for arm in ARMS if any(arm in row for row in rows)]
-    gains = [arm for arm in arms if any(f"{arm}_over_none" in row for row in rows)]
+def _speed_lines(rows: list[dict[str, Any]], even: list[dict[str, Any]], over: str) -> list[str]:
+    arms = _order(name for row in rows for name in row)
+    gains = [arm for arm in arms if any(f"{arm}_over_{over}" in row for row in rows)]
     if not arms:
         return []
-    heads = [*(f"{arm}, tok/s" for arm in arms), *(f"{arm} / none (interval, rounds)" for arm in gains)]
+    heads = [*(f"{arm}, tok/s" for arm in arms), *(f"{arm} / {over} (interval, rounds)" for arm in gains)]
     told = [arm for arm in gains if any(arm in row for row in even)]
     lines = _head(["batch", "accept length", *heads, *(f"{arm} breaks even" for arm in told)])
     for row in rows:
         length = "-" if row["accept_length"] is None else f"{row['accept_length']:g}"
         cells = [str(row["batch_size"]), length, *(f"{row[arm]:.0f}" if arm in row else "-" for arm in arms)]
-        cells += [_ratio(row.get(f"{arm}_over_none")) for arm in gains]
+        cells += [_ratio(row.get(f"{arm}_over_{over}")) for arm in gains]
         at = next((one for one in even if one["batch_size"] == row["batch_size"]), {})
         lines.append(_line([*cells, *(_even(at.get(arm)) for arm in told)]))
     return lines
@@ -353,7 +369,8 @@ def main() -> int:
         print(f"summary: {error}\n  remedy     files of benchmark.spec_plan.run that served the same", file=sys.stderr)
         return 2
     if len(results) == 1:
-        told = of(results[0]["engines"], results[0]["work"]["tokens"])
+        over = results[0].get("over", BASELINE)
+        told = {"over": over, **of(results[0]["engines"], results[0]["work"]["tokens"], over)}
     else:
         told = {"summary": [], "break_even": [], "answers": sameness(engines), "partings": partings(engines)}
     print("\n".join(tables(told)))

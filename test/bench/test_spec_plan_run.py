@@ -25,6 +25,9 @@ def test_arms_change_gpus_every_round_and_none_runs_twice() -> None:
         assert len({gpu for _, _, gpu in group}) == len(group)
         assert len({number for _, number, _ in group}) == 1
     assert all(len(group) == 1 for group in run.jobs(["none", "plan"], rounds=3, gpus=1, done=set()))
+    (everything,) = run.jobs(["none", "plan"], rounds=2, gpus=1, done={("plan", 1)}, together=True)
+    assert everything == [("none", 0, 0), ("plan", 0, 0), ("none", 1, 0)]
+    assert run.jobs(["none"], rounds=1, gpus=1, done={("none", 0)}, together=True) == []
 
 
 def engine(arm: str, number: int, timed: dict[float | None, tuple[float, int]], size: int = 4) -> dict[str, Any]:
@@ -66,6 +69,11 @@ def test_ratios_are_paired_by_round_and_have_an_interval() -> None:
     assert row["plan_over_none"]["high"] is None, "JSON has no infinity"
     assert summary.tables({**NOTHING, "summary": [row]})[-1] == "| 4 | 2.5 | 40 | 80 | 2.000 (one round) |"
     assert summary.of([], 10) == NOTHING
+    (row, _) = summary.speeds(engines[:2], 10, "plan")
+    assert (row["none_over_plan"]["ratio"], "plan_over_none" in row) == (pytest.approx(0.5), False)
+    told = summary.tables({**NOTHING, "over": "plan", "summary": [row]})
+    assert told[0] == "| batch | accept length | none, tok/s | plan, tok/s | none / plan (interval, rounds) |"
+    assert told[-1] == "| 4 | 2.5 | 40 | 80 | 0.500 (one round) |"
     assert summary.tables(NOTHING) == []
 
 
@@ -232,6 +240,26 @@ def test_an_arm_of_upstream_has_no_patches_and_a_gpu_is_named_to_its_engine(monk
     assert ours["CUDA_VISIBLE_DEVICES"] == theirs["CUDA_VISIBLE_DEVICES"] == "3"
     assert "PYTHONDONTWRITEBYTECODE" not in ours
     assert run.environment("none", None)["SGLANG_USE_CPU_ENGINE"] == "1"
+    changed = run.environment("fixed:-clean-stop:+oea-topk", "3")
+    assert changed["SGLANG_PATCHES"] == "-clean-stop,+oea-topk"
+    for name in ("other", "fixed-clean-stop", "upstream-fixed:-clean-stop"):
+        with pytest.raises(ValueError, match=f"'{name}': not one of none, fixed, "):
+            run.environment(name, "3")
+
+
+def test_arms_with_patches_changed_are_told_after_the_arm_that_they_change() -> None:
+    less, more = "fixed:-clean-stop", "fixed:+oea-topk"
+    engines = [engine(arm, 0, {2.5: (1.0 + at, 4)}) for at, arm in enumerate((less, "fixed", more))]
+    engines += [engine("upstream-none", 0, {None: (2.0, 10)})]
+    told = summary.of(engines, 10, "fixed")
+    assert list(told["summary"][0]) == [
+        "batch_size", "accept_length", less, "fixed", more, "upstream-none",
+        f"{less}_over_fixed", f"{more}_over_fixed", "upstream-none_over_fixed",
+    ]  # fmt: skip
+    assert [part.partition(" gives ")[0] for part in told["headline"].split("; ")] == [less, more, "upstream-none"]
+    assert "2.000 times the tokens/s of fixed at batch 4 and an accept length of 2.5" in told["headline"]
+    assert told["break_even"] == []
+    assert summary.tables({**NOTHING, **told})[0].count("tok/s") == 4
 
 
 # Of variables that a command is told with; upstream's import sets some in this process.
@@ -240,7 +268,7 @@ STEERING = ("SGL", "NCCL", "CUDA", "TRITON", "OMP", "FLASHINFER", "TORCH", "PYTO
 
 def test_a_disk_that_is_full_leaves_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "tokens.json"
-    result: dict[str, Any] = {"engines": [engine("none", 0, {None: (1.0, 10)})]}
+    result: dict[str, Any] = {"over": "none", "engines": [engine("none", 0, {None: (1.0, 10)})]}
     run._write(out, result, 10)
     before = out.read_text()
     assert len(json.loads(before)["engines"]) == 1
@@ -265,8 +293,8 @@ def test_the_result_has_the_whole_command_and_goes_on_with_the_same_token_mode_o
 
         returncode = 1  # of one that fails
 
-        def __init__(self, words: list[str], env: dict[str, str], stdin: int) -> None:
-            assert stdin == subprocess.PIPE
+        def __init__(self, words: list[str], env: dict[str, str], stdin: int, pass_fds: tuple[int, ...]) -> None:
+            assert (stdin, pass_fds) == (subprocess.PIPE, ())
             begun.append(words[-1])
             self.words, self.stdin = words, BytesIO()
 
@@ -274,6 +302,9 @@ def test_the_result_has_the_whole_command_and_goes_on_with_the_same_token_mode_o
             assert self.stdin.getvalue() == b"go\n"
             measured = engine(self.words[-1], 0, {None: (1.0, 1)})
             Path(self.words[self.words.index("--one") - 1]).write_text(json.dumps(measured))
+            return 0
+
+        def poll(self) -> int:
             return 0
 
     for name in [name for name in os.environ if name.startswith(STEERING)]:
@@ -314,7 +345,7 @@ def test_it_says_what_is_missing(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "benchmark.spec_plan.run", "--out", str(tmp_path / "result" / "tokens.json")]
     refused = subprocess.run([*words, "--arms", "none,plan"], capture_output=True, text=True, check=False)
     assert refused.returncode == 2
-    assert "plan needs --plan with a file" in refused.stderr
+    assert "--arms plan: needs --plan with a file" in refused.stderr
     half = subprocess.run([*words, "--model", "x"], capture_output=True, text=True, check=False)
     assert (half.returncode, "give both" in half.stderr) == (2, True)
     if not run.selection.has_gpu():

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from benchmark.spec_plan import run
+
 from .server import REPO
 
 TOKENS = 48
@@ -43,3 +45,42 @@ def test_speculation_answers_as_none_does_and_commits_as_many_tokens_as_pinned(t
         assert low <= row["passes"][0] <= high, (length, row)
     assert "| 1 | 3.5 |" in done.stdout
     assert done.stdout.count("fixed, tok/s") == 1
+
+
+def test_engines_that_are_up_together_take_turns_and_one_that_dies_is_named(tmp_path: Path) -> None:
+    out = tmp_path / "tokens.json"
+    words = [*COMMAND, "--out", str(out), "--together", "--repeats", "2", "--batch-sizes", "1"]
+    words[words.index("--arms") + 1] = "fixed,fixed:-clean-stop,fixed:+no-such-patch"
+    done = subprocess.run(words, cwd=REPO, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 1, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "the engine of fixed:+no-such-patch failed (status " in done.stderr
+    assert "unknown patch: no-such-patch" in done.stderr
+    assert "spec_plan: 2 of 3 engines are up" in done.stdout
+    told = json.loads(out.read_text())
+    assert (told["over"], told["work"]["together"]) == ("fixed", True)
+    assert [(one["arm"], one["patches"]) for one in told["engines"]] == [
+        ("fixed", ""), ("fixed:-clean-stop", "-clean-stop")
+    ]  # fmt: skip
+    for row in told["summary"]:
+        assert row["fixed:-clean-stop_over_fixed"]["rounds"] == 1
+    seconds = [row["seconds"] for one in told["engines"] for row in one["batches"]]
+    assert [len(one) for one in seconds] == [2] * 4
+    # What it says when it is over is told by the same names that it is asked for with.
+    assert "| fixed, tok/s | fixed:-clean-stop, tok/s | fixed:-clean-stop / fixed (interval, rounds) |" in done.stdout
+
+
+def test_turns_alternate_their_order() -> None:
+    asked: list[str] = []
+
+    class Engine:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def go(self) -> None:
+            asked.append(self.name)
+
+        def replied(self) -> bool:
+            return not (self.name == "b" and asked.count("b") == 3)
+
+    run._take_turns([Engine("a"), Engine("b")], ["1", "2"], repeats=2)  # type: ignore[list-item]
+    assert "".join(asked) == "ba" + "ab" + "ba" + "a" * 3, "b died in its third turn"

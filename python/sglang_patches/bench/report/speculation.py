@@ -10,7 +10,7 @@ from sglang_patches.bench.tables import Cell, Interval, Table, number
 Data = Mapping[str, Any]
 
 _TONES = {"FASTER": "good", "SLOWER": "bad", "SAME": "same", "AMBIGUOUS": "unclear"}
-_OVER = "_over_none"
+_OVER = "_over_"
 
 
 def fits(data: Data) -> bool:
@@ -24,25 +24,29 @@ def tables(data: Data) -> list[Table]:
     Args:
         data: what `benchmark.spec_plan.run` wrote; see `benchmark.spec_plan.summary`.
     """
-    found = [_speeds(data["summary"], data["break_even"]), _partings(data["partings"])]
+    # Results of before arms could be compared to another one do not say which.
+    found = [_speeds(data["summary"], data["break_even"], data.get("over", "none")), _partings(data["partings"])]
     found += [_differences(data["answers"]), _engines(data["engines"])]
     return [table for table in found if table.rows]
 
 
-def _speeds(rows: list[Data], even: list[Data]) -> Table:
-    arms = list(dict.fromkeys(name for row in rows for name in row if f"{name}{_OVER}" in row))
+def _speeds(rows: list[Data], even: list[Data], over: str) -> Table:
+    arms = list(dict.fromkeys(name for row in rows for name in row if f"{name}{_OVER}{over}" in row))
     crossing = {row["batch_size"]: row for row in even}
-    columns = ["batch", "accept length", "none, tok/s"]
+    columns = ["batch", "accept length", f"{over}, tok/s"]
     for arm in arms:
-        columns += [f"{arm}, tok/s", f"{arm} / none", "interval", "rounds"]
+        columns += [f"{arm}, tok/s", f"{arm} / {over}", "interval", "rounds"]
         columns += [f"{arm} breaks even"] if any(arm in row for row in even) else []
     told = []
     for row in rows:
         length = "-" if row["accept_length"] is None else number(row["accept_length"])
         cells = [Cell(str(row["batch_size"]), number=True), Cell(length, number=True)]
-        cells.append(Cell(number(row["none"]) if "none" in row else "-", number=True))
+        cells.append(Cell(number(row[over]) if over in row else "-", number=True))
         for arm in arms:
-            cells += [Cell(number(row[arm]) if arm in row else "-", number=True), *_ratio(row.get(f"{arm}{_OVER}"))]
+            cells += [
+                Cell(number(row[arm]) if arm in row else "-", number=True),
+                *_ratio(row.get(f"{arm}{_OVER}{over}")),
+            ]
             if any(arm in one for one in even):
                 cells.append(Cell(_even(crossing.get(row["batch_size"], {}).get(arm)), number=True))
         told.append(cells)
