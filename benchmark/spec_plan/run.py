@@ -34,9 +34,10 @@ from typing import Any
 from benchmark.spec_plan import summary
 from benchmark.spec_plan.engine import ARMS, TOKEN_MODE, Turns, Work, measure, split
 from sglang_patches import provenance, selection
-from sglang_patches.bench import shard
+from sglang_patches.bench import options, shard
 from sglang_patches.bench.folder import replace
 from sglang_patches.document import secrets
+from sglang_patches.errors import PatchError
 
 _LIMIT_S = 900
 _DEFAULT_ARMS = ("none", "fixed", "plan")
@@ -161,7 +162,9 @@ def main() -> int:
     arms = given.arms.split(",") if given.arms else [arm for arm in _DEFAULT_ARMS if arm != "plan" or given.plan]
     try:
         planned = [arm for arm in arms if split(arm)[0].planned]
-    except ValueError as error:
+        for arm in arms:
+            selection.select(options.installed_series(), split(arm)[1])
+    except (PatchError, ValueError) as error:
         parser.error(f"--arms: {error}")
     if planned and not (given.plan and given.plan.is_file()):
         parser.error(f"--arms {','.join(planned)}: needs --plan with a file that `spec plan --write` wrote")

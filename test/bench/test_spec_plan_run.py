@@ -346,6 +346,8 @@ def test_it_says_what_is_missing(tmp_path: Path) -> None:
     refused = subprocess.run([*words, "--arms", "none,plan"], capture_output=True, text=True, check=False)
     assert refused.returncode == 2
     assert "--arms plan: needs --plan with a file" in refused.stderr
+    unknown = subprocess.run([*words, "--arms", "none:-no-such-patch"], capture_output=True, text=True, check=False)
+    assert (unknown.returncode, "--arms: unknown patch: no-such-patch" in unknown.stderr) == (2, True)
     half = subprocess.run([*words, "--model", "x"], capture_output=True, text=True, check=False)
     assert (half.returncode, "give both" in half.stderr) == (2, True)
     if not run.selection.has_gpu():
