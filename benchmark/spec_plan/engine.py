@@ -20,7 +20,6 @@ from sglang_patches.bench.verify_step import arguments, grid
 #: Upstream's default commits one token id for all, so that requests would read the same experts.
 TOKEN_MODE = "real-draft-token"
 _DRAFT_TOKENS = 4
-_WARM_UP_TOKENS = 16
 _ANSWER_TOKENS = 64
 _BEST = 5
 
@@ -222,7 +221,8 @@ def _batches(served: Served, work: Work, speculates: bool, turns: Turns) -> list
             for length in lengths if repeat % 2 else lengths[::-1]:
                 if length is not None:
                     served.ask("pin", accept_length=length, token_mode=TOKEN_MODE)
-                seconds, passes = served.generate(size, work.tokens if repeat else _WARM_UP_TOKENS)
+                # Warm-up is as long: some kernels are compiled at lengths that a few tokens do not reach, 75 ms each.
+                seconds, passes = served.generate(size, work.tokens)
                 if repeat:
                     row = batches.setdefault((size, length), {"seconds": [], "passes": []})
                     row["seconds"].append(round(seconds, 5))
