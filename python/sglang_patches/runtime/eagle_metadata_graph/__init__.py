@@ -43,14 +43,14 @@ def glues(init: Callable[..., None]) -> Callable[..., None]:
 
 def _glue(runner: Any, kind: Kind) -> None:
     seen = gate.facts(runner, kind)
-    tokens = seen.tokens
+    ours = told.runner(kind, seen.tokens)
     if refused := gate.reason(seen):
-        told.record(kind, tokens, "not needed", refused[1], reason=refused[0])
+        ours.record("not needed", refused[1], reason=refused[0])
         return
     from sglang_patches.runtime.eagle_metadata_graph.glue import CheckedGlueGraph
 
-    made = CheckedGlueGraph(runner.device, told.runner(kind, tokens), prep.of(runner, kind))
-    told.record(kind, tokens, "not needed", "nothing was replayed here so far", reason="not_yet")
+    made = CheckedGlueGraph(runner.device, ours, prep.of(runner, kind))
+    ours.record("not needed", "nothing was replayed here so far", reason="not_yet")
     if kind is not Kind.VERIFY:
         setattr(runner, ATTRIBUTE, made)
         return

@@ -39,8 +39,9 @@ class Runner:
         return f"{self.kind} of {self.tokens} draft tokens"
 
     def record(self, result: _outcome.Result, detail: str, **figures: Any) -> None:
-        """What it came to."""
-        self.told.record(self.kind, self.tokens, result, detail, **figures)
+        """What it came to; a later record replaces this one."""
+        self.result, self.detail, self.figures = result, detail, figures
+        self.told.tell()
 
     def entry(self) -> dict[str, Any]:
         """JSON-able."""
@@ -59,12 +60,6 @@ class Told:
         made = self.runners[kind, tokens] = Runner(self, kind, tokens)
         return made
 
-    def record(self, kind: Kind, tokens: int, result: _outcome.Result, detail: str, **figures: Any) -> None:
-        """What a runner came to; a later record of it replaces this one."""
-        runner = self.runners.get((kind, tokens)) or self.runner(kind, tokens)
-        runner.result, runner.detail, runner.figures = result, detail, figures
-        self._tell()
-
     def figures(self) -> dict[str, Any]:
         """``runners``, by forward and by draft tokens."""
         found: dict[str, dict[str, Any]] = {}
@@ -72,7 +67,8 @@ class Told:
             found.setdefault(kind.value, {})[str(tokens)] = runner.entry()
         return {"runners": found}
 
-    def _tell(self) -> None:
+    def tell(self) -> None:
+        """The worst that some runner came to is what is told of all."""
         _outcome.live_figures(PATCH, self.figures)
         told = list(self.runners.values())
         worst = max((runner.result for runner in told), key=_ORDER.index)
