@@ -79,7 +79,7 @@ class Cycle:
     runner: Any
     backend: Any
     counted: Counted = field(default_factory=Counted)
-    views: int = 0
+    before_model: Callable[[], Any] = lambda: None
 
     def batch(self, lengths: dict[int, int]) -> Any:
         """The `ForwardBatch` of its forward, of requests that have ``lengths`` tokens in the cache."""
@@ -134,6 +134,7 @@ class Cycle:
         bs = next(size for size in SIZES if size >= batch.batch_size)
 
         def model(*_: Any) -> Any:
+            self.before_model()
             left.append({name: tensor.clone() for name, tensor in prep.of(self.runner, self.kind).written(bs)})
             if self.kind is Kind.DRAFT_DECODE:
                 return (None, None, None, None)
@@ -326,7 +327,29 @@ def cycles(server: Server) -> dict[str, Any]:
         }
     found["outcome"] = {k: v for k, v in _outcome.outcomes()[PATCH].items() if k != "runners"}
     found["by hand"] = _by_hand(server)
+    found["order"] = _order(server)
     return found
+
+
+def _order(server: Server) -> list[str]:
+    """What a draft extend does in turn, where the scheduler waits until its preparation has read what they share."""
+    from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
+
+    cycle, order = server.cycle(Kind.DRAFT_EXTEND), list[str]()
+    replay = cycle.glue().replay
+
+    def replayed(key: Any) -> None:
+        order.append("prepared")
+        replay(key)
+
+    cycle.backend.shared_read_ends = lambda mode: SharedReadEnds.PRE_REPLAY
+    cycle.runner._publish_read_done = lambda in_graph: order.append("read done")
+    cycle.glue().replay = replayed
+    cycle.before_model = lambda: order.append("model")
+    for n in range(6):
+        order.clear()
+        cycle.run(cycle.batch({1: 5 + n, 2: 20 + n}))
+    return order
 
 
 def _by_hand(server: Server) -> list[bool]:

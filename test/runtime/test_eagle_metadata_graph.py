@@ -88,6 +88,10 @@ def test_what_a_cycle_costs_and_what_is_counted(cycles: Any, kind: str) -> None:
     assert sum(told["eager"].values()) + told["replays"] == 17
 
 
+def test_the_scheduler_is_told_after_the_preparation_and_before_the_model(cycles: Any) -> None:
+    assert cycles["order"] == ["prepared", "read done", "model"]
+
+
 def test_outcome(cycles: Any) -> None:
     assert cycles["outcome"] == {"result": "applied", "detail": "attention metadata is built by a CUDA graph"}
 
