@@ -279,8 +279,25 @@ def test_every_profiler_sees_the_ranges_that_upstreams_shows_it(kind: str, elsew
         with torch.autograd.profiler.profile(**options) as profile:
             run(call)
         seen.append("a range" in names(profile))
-    assert seen[0] == seen[1]
-    assert seen[1] or elsewhere
+    assert seen == [not elsewhere or kind == "all threads"] * 2
+
+
+def test_an_execution_trace_without_a_profiler_has_the_range(tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    trace = torch.profiler.ExecutionTraceObserver().register_callback(str(file))
+    trace.start()
+    copied()
+    trace.stop()
+    trace.unregister_callback()
+    assert "copy_result_to_cpu" in {node["name"] for node in json.loads(file.read_text())["nodes"]}
+
+
+def test_where_torch_does_not_tell_who_listens_the_range_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constant_lookups.ranges, "_HAS_LISTENERS", "_ZN2at7unknownEv")
+    constant_lookups.ranges._listened.cache_clear()
+    ranged = record_function("a range")(lambda: None)
+    assert constant_lookups.only_while_recorded(ranged) is ranged
+    constant_lookups.ranges._listened.cache_clear()
 
 
 def test_torchs_monitor_gets_its_annotation(monkeypatch: pytest.MonkeyPatch) -> None:
