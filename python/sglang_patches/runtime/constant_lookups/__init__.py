@@ -1,4 +1,4 @@
-"""Patch ``constant-lookups``: what upstream's scheduler asks anew in each cycle, though the answer is the same, is kept.
+"""Patch ``constant-lookups``: what upstream's scheduler asks anew in each cycle though the answer is the same is kept.
 
 `environment` keeps what variables mean, `models` what a model is, `ranges` leaves out profiler ranges that nobody
 records, `fields` keeps the fields of a dataclass, and `device` the kind of the GPU. Each notices when its answer could

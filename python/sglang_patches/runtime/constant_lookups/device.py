@@ -6,7 +6,7 @@ from __future__ import annotations
 def keep_device_kind() -> None:
     """Let torch find the index of the current device without looking for the kind of device first.
 
-    ``torch.cuda.current_stream()``, and with it each event that is recorded and each ``with`` of a stream, looks whether
+    ``torch.cuda.current_stream()``, and so each event that is recorded and each ``with`` of a stream, looks whether
     there is an NVIDIA GPU at all, by way of an environment variable and a call of the CUDA runtime. Where CUDA is
     initialized there is one. Before, after a fork and on any other device the look is torch's own. Safe to call again.
     """

@@ -7,8 +7,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-# Upstream's kinds of variable whose meaning follows from the text alone and cannot be changed by who gets it. The other,
-# EnvJSON, may name a file and gives lists and dictionaries.
+# Upstream's kinds of variable whose meaning follows from the text alone and cannot be changed by who gets it. The
+# other, EnvJSON, may name a file and gives lists and dictionaries.
 _PURE = ("EnvStr", "EnvBool", "EnvInt", "EnvFloat", "EnvTuple")
 # In place of an answer: these bytes were seen, and what they mean is upstream's to tell each time.
 _ASK = object()
@@ -17,9 +17,9 @@ _ASK = object()
 def keeps_meanings(get: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Decorate ``EnvField.get(self)``.
 
-    ``os.environ`` encodes a name and decodes a value at each look, and tells of a missing one by an exception. The bytes
-    behind it say as much: a variable that is set again, even to the same text, is a new object there, and one that is
-    deleted is none, whoever did it. So an answer holds while the bytes are the same object, and the default while there
+    ``os.environ`` encodes a name and decodes a value at each look, and tells of a missing one by an exception. The
+    bytes behind it say as much: a variable that is set again, even to the same text, is a new object there, and one that
+    is deleted is none, whoever did it. So an answer holds while the bytes are the same object, and the default while there
     are none; a default that is computed, a value that is not valid and one that was set to None are upstream's to tell.
     """
     if _bytes_behind() is None:
@@ -50,7 +50,7 @@ def _ask(field: Any, get: Callable[[Any], Any]) -> Any:
     known = _bytes_behind()
     if known is None or field._set_to_none:
         return get(field)
-    key = os.environ.encodekey(field.name)  # type: ignore[attr-defined]
+    key: bytes = os.environ.encodekey(field.name)  # type: ignore[assignment, arg-type]
     raw, default = known.get(key), field.default
     answer = get(field)
     if raw is None:

@@ -21,13 +21,12 @@ def kept_by_model(ask: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @functools.wraps(ask)
     def answered(model_config: Any) -> Any:
         key = id(model_config)
+        config, draft = model_config.hf_config, model_config.is_draft_model
         found = known.get(key)
-        if found and found[0]() is model_config and found[1] is model_config.hf_config:
-            if found[2] == model_config.is_draft_model:
-                return found[3]
+        if found and found[0]() is model_config and found[1] is config and found[2] == draft:
+            return found[3]
         answer = ask(model_config)
-        whose = weakref.ref(model_config, lambda gone: _forget(known, key, gone))
-        known[key] = whose, model_config.hf_config, model_config.is_draft_model, answer
+        known[key] = weakref.ref(model_config, lambda gone: _forget(known, key, gone)), config, draft, answer
         return answer
 
     return answered
