@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 
 def keep_device_kind() -> None:
     """Let torch find the index of the current device without looking for the kind of device first.
@@ -17,6 +19,7 @@ def keep_device_kind() -> None:
     if getattr(looked, "_keeps_kind", False):
         return
 
+    @functools.wraps(looked)
     def current() -> int:
         if torch.cuda.is_initialized():
             return torch.cuda.current_device()

@@ -18,9 +18,10 @@ def keeps_meanings(get: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Decorate ``EnvField.get(self)``.
 
     ``os.environ`` encodes a name and decodes a value at each look, and tells of a missing one by an exception. The
-    bytes behind it say as much: a variable that is set again, even to the same text, is a new object there, and one that
-    is deleted is none, whoever did it. So an answer holds while the bytes are the same object, and the default while there
-    are none; a default that is computed, a value that is not valid and one that was set to None are upstream's to tell.
+    bytes behind it say as much: a variable that is set again, even to the same text, is a new object there, and one
+    that is deleted is none, whoever did it. So an answer holds while the bytes are the same object, and the default
+    while there are none; a default that is computed, a value that is not valid and one that was set to None are
+    upstream's to tell.
     """
     if _bytes_behind() is None:
         return get  # not CPython's on POSIX, or one that keeps its environment elsewhere
@@ -56,7 +57,7 @@ def _ask(field: Any, get: Callable[[Any], Any]) -> Any:
     if raw is None:
         follows = not callable(default)
     else:
-        follows = _is_pure(field, get) and _is_valid(field, os.environ.decodevalue(raw))  # type: ignore[attr-defined]
+        follows = _is_pure(field, get) and _is_valid(field, os.environ.decodevalue(raw))  # type: ignore[arg-type]
     if known.get(key) is raw:  # not changed meanwhile, by another thread or by upstream
         field._kept_meaning = (key, raw, default, answer if follows else _ASK)
     return answer
