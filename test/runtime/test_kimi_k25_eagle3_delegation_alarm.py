@@ -23,6 +23,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (settings.CONTRACT, settings.WINDOW, settings.THRESHOLD, settings.SECONDS):
         monkeypatch.delenv(name, raising=False)
     alarm.window.cache_clear()
+    alarm._answers.cache_clear()
 
 
 class Reporter:
@@ -166,6 +167,7 @@ def test_one_rank_of_a_group_tells(
         startup.warn("a remark")
         assert "mean accept length" not in caplog.text
         assert "a remark" not in caplog.text
+    alarm._answers.cache_clear()  # another process
     with get_parallel().override(attn_tp_rank=0, attn_cp_rank=0, tp_rank=0, pp_rank=0):
         for _ in range(30):
             reporter.verified(4, 0)

@@ -29,7 +29,6 @@ class Passes:
     def __init__(self) -> None:
         self.counts: Counter[Key] = Counter()
         self.failures: Counter[str] = Counter()
-        self._seen: Counter[Phase] = Counter()
         self._exported = _metrics.Exported(_metrics.SPEC_FORWARD)
         self._logged: dict[tuple[Phase, Reason], tuple[float, int]] = {}
 
@@ -37,9 +36,11 @@ class Passes:
         """Count one forward, and log it when it ran eager after warm-up and was not logged in the last minute."""
         key = (phase, path, reason)
         self.counts[key] += 1
-        self._seen[phase] += 1
-        if path is Path.EAGER and self._seen[phase] > WARM_UP:
+        if path is Path.EAGER and self._seen(phase) > WARM_UP:
             self._log(phase, reason, self.counts[key], batch_size)
+
+    def _seen(self, phase: Phase) -> int:
+        return sum(count for key, count in self.counts.items() if key[0] is phase)
 
     def _log(self, phase: Phase, reason: Reason, count: int, batch_size: int) -> None:
         now = time.monotonic()

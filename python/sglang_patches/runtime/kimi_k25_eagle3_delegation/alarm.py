@@ -133,10 +133,14 @@ def watches_sums(update: Callable[..., None]) -> Callable[..., None]:
 _broken: list[Exception] = []
 
 
+# Asked once: a scheduler that verifies has its ranks for good.
+_answers = functools.cache(_ranks.answers)
+
+
 def _watch(reporter: Any, passes: int, tokens: int) -> None:
     told = startup.checked()
     # The ranks of one attention group verify the same requests; one of them tells.
-    if told is None or not passes or not _ranks.answers():
+    if told is None or not passes or not _answers():
         return
     seen = window()
     switched = seen.add(tokens, passes, time.monotonic())

@@ -1,0 +1,1 @@
+"""How long the questions take that constant-lookups keeps the answers of."""
