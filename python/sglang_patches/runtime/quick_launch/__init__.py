@@ -47,7 +47,13 @@ def copies(try_small_copy: Callable[[Any, Any], bool]) -> Callable[[Any, Any], b
         return try_small_copy
     from sglang_patches.runtime.quick_launch.small_copy import SmallCopy
 
-    return functools.wraps(try_small_copy)(SmallCopy(try_small_copy, SMALL_COPY_KERNEL).__call__)
+    quick = SmallCopy(try_small_copy, SMALL_COPY_KERNEL)
+
+    @functools.wraps(try_small_copy)
+    def copied(dsts: Any, srcs: Any) -> bool:
+        return quick(dsts, srcs)
+
+    return copied
 
 
 @functools.cache
@@ -75,6 +81,6 @@ def figures(counts: Counts) -> dict[str, Any]:
     """``kernels`` decorated, ``variants`` of them that are quick, and ``launches``, quick or by reason."""
     return {
         "kernels": counts.kernels,
-        "variants": sum(counts.variants.values()),
+        "variants": counts.variants,
         "launches": {"quick": counts.quick[0], **dict(sorted(counts.usual.items()))},
     }

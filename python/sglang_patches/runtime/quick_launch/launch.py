@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,9 @@ MAX_VARIANTS = 1024
 # `JITFunction.run` has arguments of these names, or takes them for more than options.
 NOT_PLAIN = frozenset(("debug", "instrumentation_mode", "grid", "warmup"))
 
+# How names begin that generated code has beside the kernel's own.
+OURS = "q_"
+
 
 @dataclass
 class Counts:
@@ -39,14 +42,14 @@ class Counts:
         first: called when the first variant is ready.
         quick: launches that took the quick path, in a list of one that generated code adds to.
         usual: launches that Triton did, by reason.
-        variants: kept compiled kernels, by kernel.
+        variants: compiled kernels that are known by what they were chosen for.
     """
 
     first: Callable[[], None] = lambda: None
     kernels: int = 0
     quick: list[int] = field(default_factory=lambda: [0])
     usual: Counter[str] = field(default_factory=Counter)
-    variants: dict[str, int] = field(default_factory=dict)
+    variants: int = 0
 
 
 def quicken(jitted: Any, counts: Counts) -> Any:
@@ -58,27 +61,50 @@ def quicken(jitted: Any, counts: Counts) -> Any:
     if type(jitted) is not jit.JITFunction:
         return jitted
     kinds = {parameter.kind for parameter in jitted.signature.parameters.values()}
-    if kinds - {inspect.Parameter.POSITIONAL_OR_KEYWORD} or any(
-        parameter.annotation_type for parameter in jitted.params if not parameter.is_constexpr
+    if (
+        kinds - {inspect.Parameter.POSITIONAL_OR_KEYWORD}
+        or any(parameter.annotation_type for parameter in jitted.params if not parameter.is_constexpr)
+        or any(name.startswith(OURS) for name in jitted.arg_names)
     ):
         return jitted
     counts.kernels += 1
     quick: Any = jitted
     # Not a wrapper: Triton has this very object in a registry, asks for its class, and takes it as a global of others.
     quick.__class__ = JITFunction
-    quick.quick = _generated(quick, counts)
+    quick.counts, quick.quick = counts, _generated(quick, counts, {})
     return quick
+
+
+def bound(
+    kernel: Any, grid: tuple[int, ...], first: int, rest: tuple[Any, ...], options: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """A launch of `kernel` on `grid` that only the `first` arguments are left for; `rest` and `options` never change.
+
+    Args:
+        rest: numbers and tuples of numbers. How Triton specialises them does not change either, and is not asked again.
+    """
+    if type(kernel) is JITFunction:
+        names = kernel.arg_names[first:]
+        fixed = dict(zip(names, rest, strict=False)) | dict(options)
+        if list(fixed) == names:
+            return functools.partial(_generated(kernel, kernel.counts, fixed), grid, _padded(grid))
+    return lambda *arguments: kernel[grid](*arguments, *rest, **options)
+
+
+def _padded(grid: tuple[int, ...]) -> tuple[int, ...]:
+    return (*grid, 1, 1)[:3]
 
 
 class JITFunction(jit.JITFunction[Any]):
     """Triton's, but for ``[grid]``. Triton compares the name of the class, so this one has it, too."""
 
+    counts: Counts
     quick: Callable[..., Any]
 
     def __getitem__(self, grid: Any) -> Any:
         # A grid that is called gets the bound arguments, which the quick path does not collect.
         if type(grid) is tuple and 1 <= len(grid) <= 3:
-            return functools.partial(self.quick, grid, (*grid, 1, 1)[:3])
+            return functools.partial(self.quick, grid, _padded(grid))
         return super().__getitem__(grid)
 
 
@@ -118,7 +144,11 @@ class Variants:
         if key[0] != device or kernels.get(name) is not kernel:
             return
         if len(self.known) >= MAX_VARIANTS:
+            self.counts.variants -= len(self.known)
             self.known.clear()
+        if not self.counts.variants:
+            self.counts.first()
+        self.counts.variants += key not in self.known
         self.known[key] = (
             kernel,
             name,
@@ -130,9 +160,6 @@ class Variants:
             launcher.arg_annotations,
             launcher.kernel_signature,
         )
-        if not any(self.counts.variants.values()):
-            self.counts.first()
-        self.counts.variants[self.function._fn_name] = len(self.known)
 
 
 def unusual(function: Any, options: dict[str, Any]) -> str | None:
@@ -159,16 +186,16 @@ def globals_changed(function: Any) -> bool:
     return any(variables.get(name, missing) != value for (name, _), (value, variables) in used)
 
 
-def _generated(function: Any, counts: Counts) -> Callable[..., Any]:
+def _generated(function: Any, counts: Counts, fixed: Mapping[str, Any]) -> Callable[..., Any]:
     """A function of grid, grid padded to three, and the kernel's own parameters, as Triton generates its binder.
 
     A look at each hook and setting a launch, since a profiler may set one at any time; no loop and no dictionary.
+    Parameters that are `fixed` have their value from there, and no part in what a compiled kernel is known by.
     """
-    parameters = function.params
-    names = [parameter.name for parameter in parameters]
+    parameters = [parameter for parameter in function.params if parameter.name not in fixed]
     declared = [
-        name if parameter.default is inspect.Parameter.empty else f"{name}=default_{name}"
-        for name, parameter in zip(names, parameters, strict=True)
+        parameter.name if parameter.default is inspect.Parameter.empty else f"{parameter.name}=default_{parameter.name}"
+        for parameter in parameters
     ]
     specialized = [
         parameter.name
@@ -177,7 +204,7 @@ def _generated(function: Any, counts: Counts) -> Callable[..., Any]:
         f"{not parameter.do_not_specialize_on_alignment})"
         for parameter in parameters
     ]
-    signature, arguments = ("".join(f"{each}, " for each in several) for several in (declared, names))
+    signature, arguments = ("".join(f"{each}, " for each in several) for several in (declared, function.arg_names))
     source = f"""
 def dynamic_func(q_grid, q_padded, /, {signature}**q_options):
     q_enter, q_leave = q_runtime.launch_enter_hook, q_runtime.launch_exit_hook
@@ -215,7 +242,7 @@ def dynamic_func(q_grid, q_padded, /, {signature}**q_options):
     return q_kernel
 """
     variants = Variants(function, counts)
-    namespace: dict[str, Any] = {
+    namespace: dict[str, Any] = dict(fixed) | {
         f"default_{parameter.name}": parameter.default
         for parameter in parameters
         if parameter.default is not inspect.Parameter.empty

@@ -16,21 +16,14 @@ from typing import Any
 
 import torch
 
+from sglang_patches.runtime.quick_launch.launch import bound
+
 # Sets of buffers that a server copies: those of each graph size, a few each. Addresses repeat as the allocator does.
 MAX_PLANS, MAX_PLACES = 1024, 256
 
 Facts = tuple[Any, ...]
 _facts = attrgetter("shape", "dtype", "device", "requires_grad")
 _stride, _negative, _address = torch.Tensor.stride, torch.Tensor.is_neg, torch.Tensor.data_ptr
-
-
-@dataclass(frozen=True)
-class Launch:
-    """What upstream gave the kernel beside sources and destinations."""
-
-    grid: tuple[int, ...]
-    rest: tuple[Any, ...]
-    options: dict[str, Any]
 
 
 @dataclass
@@ -40,13 +33,13 @@ class Plan:
     Attributes:
         extents: bytes from the first to behind the last number of each tensor, destinations first.
         accepted: upstream has copied such tensors, so only overlaps can keep it from it; None: not known.
-        launch: None where there is nothing to copy.
+        launch: copies a tuple of sources to a tuple of destinations; None where there is nothing to copy.
         apart: addresses at which upstream has copied them.
     """
 
     extents: tuple[int, ...]
     accepted: bool | None = None
-    launch: Launch | None = None
+    launch: Callable[[Any, Any], Any] | None = None
     apart: set[tuple[int, ...]] = field(default_factory=set)
 
 
@@ -78,8 +71,7 @@ class SmallCopy:
         if not (plan.accepted and (places in plan.apart or apart(places, plan.extents))):
             return self._upstream(plan, places, dsts, srcs)
         if plan.launch is not None:
-            kernel = self.original.__globals__[self.kernel]
-            kernel[plan.launch.grid](tuple(srcs), tuple(dsts), *plan.launch.rest, **plan.launch.options)
+            plan.launch(tuple(srcs), tuple(dsts))
         return True
 
     def _upstream(self, plan: Plan, places: tuple[int, ...], dsts: Any, srcs: Any) -> bool:
@@ -87,7 +79,10 @@ class SmallCopy:
         function = types.FunctionType(self.original.__code__, {**self.original.__globals__, self.kernel: noted})
         done = bool(function(dsts, srcs))
         if done:
-            plan.accepted, plan.launch = True, noted.launch
+            if not plan.accepted and noted.launched is not None:
+                grid, rest, options = noted.launched
+                plan.launch = bound(noted.kernel, grid, 2, rest, options)
+            plan.accepted = True
             if len(plan.apart) >= MAX_PLACES:
                 plan.apart.clear()
             plan.apart.add(places)
@@ -102,11 +97,11 @@ class _Noted:
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
-        self.launch: Launch | None = None
+        self.launched: tuple[tuple[int, ...], tuple[Any, ...], dict[str, Any]] | None = None
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
         def run(sources: Any, destinations: Any, *rest: Any, **options: Any) -> Any:
-            self.launch = Launch(grid, rest, options)
+            self.launched = grid, rest, options
             return self.kernel[grid](sources, destinations, *rest, **options)
 
         return run
