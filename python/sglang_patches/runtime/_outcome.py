@@ -16,7 +16,7 @@ Result = Literal["applied", "not needed", "failed"]
 Figures = Mapping[str, Any]
 
 # Figures of these names count events, whichever patch has them: `merge` adds them up over processes.
-SUMMED = ("passes", "failures_inside")
+SUMMED = ("passes", "failures_inside", "launches")
 
 _recorded: dict[str, dict[str, Any]] = {}
 _suppliers: dict[str, Callable[[], Figures]] = {}
