@@ -80,7 +80,7 @@ def test_it_launches_what_upstream_launches(gpu: launches.Gpu, original: Any) ->
                 assert launched[-1][2:] == wanted[-1][2:]
                 for got, asked in zip(launched[-1][:2], wanted[-1][:2], strict=True):
                     assert all(a is b for a, b in zip(got, asked, strict=True))
-    assert kernel.counts.quick[0] > 100
+    assert kernel.counts.quick[0] > 80
 
 
 def test_what_upstream_is_asked_for(gpu: launches.Gpu, original: Any) -> None:
