@@ -7,6 +7,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,8 @@ ARMS = {
     "upstream-none": Arm(speculates=False, upstream=True),
     "upstream-fixed": Arm(speculates=True, upstream=True),
 }
+#: What the answers of others are compared to, and their speeds where nothing else is said.
+BASELINE = "none"
 
 
 def split(name: str) -> tuple[Arm, str | None]:
@@ -58,6 +61,13 @@ def split(name: str) -> tuple[Arm, str | None]:
     if ARMS[base].upstream:
         return ARMS[base], "none"
     return ARMS[base], changes.replace(":", ",") or None
+
+
+def order(names: Iterable[str]) -> list[str]:
+    """Arms among `names`, each once: in the order of `ARMS`, with patches changed after the arm that they change."""
+    known = list(ARMS)
+    found = dict.fromkeys(name for name in names if name.partition(":")[0] in ARMS and "_over_" not in name)
+    return sorted(found, key=lambda name: known.index(name.partition(":")[0]))
 
 
 class Turns:

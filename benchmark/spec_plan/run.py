@@ -31,8 +31,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmark.spec_plan import summary
-from benchmark.spec_plan.engine import ARMS, TOKEN_MODE, Turns, Work, measure, split
+from benchmark.spec_plan import summary, tables
+from benchmark.spec_plan.engine import ARMS, BASELINE, TOKEN_MODE, Turns, Work, measure, split
 from sglang_patches import provenance, selection
 from sglang_patches.bench import options, shard
 from sglang_patches.bench.folder import replace
@@ -168,7 +168,7 @@ def main() -> int:
         parser.error(f"--arms: {error}")
     if planned and not (given.plan and given.plan.is_file()):
         parser.error(f"--arms {','.join(planned)}: needs --plan with a file that `spec plan --write` wrote")
-    over = given.over or (summary.BASELINE if summary.BASELINE in arms else arms[0])
+    over = given.over or (BASELINE if BASELINE in arms else arms[0])
     if over not in arms:
         parser.error(f"--over {over}: not among the arms {', '.join(arms)}")
     if bool(given.model) != bool(given.draft):
@@ -274,7 +274,7 @@ def _begin(job: Job, given: argparse.Namespace, gpus: list[str | None]) -> Runni
 def _write(out: Path, result: dict[str, Any], tokens: int) -> None:
     result |= summary.of(result["engines"], tokens, result["over"])
     replace(out, json.dumps(result) + "\n")
-    print("\n".join(summary.tables(result, differences=False)), flush=True)
+    print("\n".join(tables.lines(result, differences=False)), flush=True)
 
 
 if __name__ == "__main__":

@@ -5,19 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmark.spec_plan.engine import ARMS, split
+from benchmark.spec_plan.engine import BASELINE, order, split
+from benchmark.spec_plan.tables import lines
 from sglang_patches.bench import statistics
 
 Engine = dict[str, Any]
-#: What the answers of others are compared to, and their speeds where nothing else is said.
-BASELINE = "none"
 _SHARED = ("layers", "weights", "pair", "context")
 
 
@@ -32,17 +30,10 @@ def of(engines: list[Engine], tokens: int, over: str = BASELINE) -> dict[str, An
     return {**told, "answers": sameness(engines), "partings": partings(engines)}
 
 
-def _order(names: Iterable[str]) -> list[str]:
-    """Arms among `names`, each once: in the order of `ARMS`, with patches changed after the arm that they change."""
-    known = list(ARMS)
-    found = dict.fromkeys(name for name in names if name.partition(":")[0] in ARMS and "_over_" not in name)
-    return sorted(found, key=lambda name: known.index(name.partition(":")[0]))
-
-
 def headline(rows: list[dict[str, Any]], over: str = BASELINE) -> str:
     """The ratios to `over` in words: of each arm and accept length, at the smallest batch and the least of all."""
     said = []
-    for arm in _order(name for row in rows for name in row):
+    for arm in order(name for row in rows for name in row):
         name = f"{arm}_over_{over}"
         for length in dict.fromkeys(row["accept_length"] for row in rows if name in row):
             ratios = {row["batch_size"]: row[name] for row in rows if row["accept_length"] == length and name in row}
@@ -123,7 +114,7 @@ def break_even(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for size in dict.fromkeys(row["batch_size"] for row in rows):
         row: dict[str, Any] = {"batch_size": size}
         # A plan that drafts nothing at a batch size has none.
-        names = _order(name for one in rows for name in one)
+        names = order(name for one in rows for name in one)
         for arm in (name for name in names if split(name)[0].speculates and not split(name)[0].planned):
             points = sorted(
                 (one["accept_length"], one[f"{arm}_over_none"]["ratio"])
@@ -223,99 +214,6 @@ def _same(one: Engine, reference: Engine) -> dict[str, Any]:
     }
 
 
-def tables(result: dict[str, Any], *, differences: bool = True) -> list[str]:
-    """Lines of Markdown of what `of` returns; `differences`: each first difference of two answers, too."""
-    parts = [_speed_lines(result["summary"], result["break_even"], result.get("over", BASELINE))]
-    parts += [_answer_lines(result["answers"])]
-    parts += [_difference_lines(result["answers"])] if differences else []
-    parts += [_parting_lines(result["partings"])]
-    lines: list[str] = []
-    for part in parts:
-        lines += [*([""] if lines and part else []), *part]
-    return lines
-
-
-def _speed_lines(rows: list[dict[str, Any]], even: list[dict[str, Any]], over: str) -> list[str]:
-    arms = _order(name for row in rows for name in row)
-    gains = [arm for arm in arms if any(f"{arm}_over_{over}" in row for row in rows)]
-    if not arms:
-        return []
-    heads = [*(f"{arm}, tok/s" for arm in arms), *(f"{arm} / {over} (interval, rounds)" for arm in gains)]
-    told = [arm for arm in gains if any(arm in row for row in even)]
-    lines = _head(["batch", "accept length", *heads, *(f"{arm} breaks even" for arm in told)])
-    for row in rows:
-        length = "-" if row["accept_length"] is None else f"{row['accept_length']:g}"
-        cells = [str(row["batch_size"]), length, *(f"{row[arm]:.0f}" if arm in row else "-" for arm in arms)]
-        cells += [_ratio(row.get(f"{arm}_over_{over}")) for arm in gains]
-        at = next((one for one in even if one["batch_size"] == row["batch_size"]), {})
-        lines.append(_line([*cells, *(_even(at.get(arm)) for arm in told)]))
-    return lines
-
-
-def _ratio(compared: dict[str, Any] | None) -> str:
-    if compared is None:
-        return "-"
-    told = f"{compared['ratio']:.3f}"
-    if compared["rounds"] < 2:
-        return f"{told} (one round)"
-    interval = f"{compared['low']:.3f} to {compared['high']:.3f}"
-    return f"{told} ({interval}, {compared['rounds']}) {compared['verdict']}"
-
-
-def _even(between: tuple[float | None, float | None] | None) -> str:
-    if between is None:
-        return "-"
-    low, high = between
-    if low is None:
-        return f"below {high:g}"
-    return f"above {low:g}" if high is None else f"{low:.2f}"
-
-
-def _answer_lines(same: list[dict[str, Any]]) -> list[str]:
-    if not same:
-        return []
-    lines = _head(
-        ["arm", "round", "answers as of none", "noise, nats: median", "most", "first differences explained by it"]
-    )
-    for row in same:
-        explained = sum(told["explained"] for told in row["differences"])
-        noise = [f"{row['noise_median']:.2g}", f"{row['noise_most']:.2g}"]
-        cells = [row["arm"], str(row["round"]), f"{row['equal']} of {row['answers']}", *noise]
-        lines.append(_line([*cells, f"{explained} of {len(row['differences'])}"]))
-    return lines
-
-
-def _difference_lines(same: list[dict[str, Any]]) -> list[str]:
-    if not any(row["differences"] for row in same):
-        return []
-    lines = _head(["arm", "round", "answer", "token at", "none's", "its own", "apart in none, nats"])
-    for row in same:
-        for told in row["differences"]:
-            gap = "not among the best" if told["gap"] is None else f"{told['gap']:.3f}"
-            cells = [told["answer"], told["position"], told["none"], told["other"]]
-            lines.append(_line([row["arm"], str(row["round"]), *map(str, cells), gap]))
-    return lines
-
-
-def _parting_lines(rows: list[dict[str, Any]]) -> list[str]:
-    if not rows:
-        return []
-    lines = _head(["engines", "pairs", "whole answers equal", "tokens compared", "first differences per 1,000"])
-    for row in rows:
-        equal = f"{row['equal']} of {row['answers']}"
-        cells = [" and ".join(row["arms"]), str(row["pairs"]), equal, str(row["tokens"]), f"{row['per_thousand']:.0f}"]
-        lines.append(_line(cells))
-    return lines
-
-
-def _line(cells: list[str]) -> str:
-    return " | ".join(["", *cells, ""]).strip()
-
-
-def _head(cells: list[str]) -> list[str]:
-    return [_line(cells), "|" + "---|" * len(cells)]
-
-
 def together(results: list[dict[str, Any]]) -> list[Engine]:
     """Engines of several results, each result with rounds of its own, so that their answers can be compared.
 
@@ -373,7 +271,7 @@ def main() -> int:
         told = {"over": over, **of(results[0]["engines"], results[0]["work"]["tokens"], over)}
     else:
         told = {"summary": [], "break_even": [], "answers": sameness(engines), "partings": partings(engines)}
-    print("\n".join(tables(told)))
+    print("\n".join(lines(told)))
     return 0
 
 

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from benchmark.spec_plan import run, summary
+from benchmark.spec_plan import run, summary, tables
 
 
 def test_arms_change_gpus_every_round_and_none_runs_twice() -> None:
@@ -58,7 +58,7 @@ def test_ratios_are_paired_by_round_and_have_an_interval() -> None:
     assert (compared["ratio"], compared["rounds"]) == (pytest.approx(2.5**0.5), 2)
     assert (compared["low"], compared["high"]) == (pytest.approx(0.07983, rel=1e-3), pytest.approx(31.316, rel=1e-3))
     assert compared["verdict"] == "AMBIGUOUS"
-    assert summary.tables({**NOTHING, "summary": [first]}) == [
+    assert tables.lines({**NOTHING, "summary": [first]}) == [
         "| batch | accept length | none, tok/s | plan, tok/s | plan / none (interval, rounds) |",
         "|---|---|---|---|---|",
         "| 4 | 2.5 | 27 | 38 | 1.581 (0.080 to 31.316, 2) AMBIGUOUS |",
@@ -67,14 +67,14 @@ def test_ratios_are_paired_by_round_and_have_an_interval() -> None:
     assert alone == {"batch_size": 4, "accept_length": None, "none": pytest.approx(40.0)}
     (row, _) = summary.speeds(engines[:2], 10)
     assert row["plan_over_none"]["high"] is None, "JSON has no infinity"
-    assert summary.tables({**NOTHING, "summary": [row]})[-1] == "| 4 | 2.5 | 40 | 80 | 2.000 (one round) |"
+    assert tables.lines({**NOTHING, "summary": [row]})[-1] == "| 4 | 2.5 | 40 | 80 | 2.000 (one round) |"
     assert summary.of([], 10) == NOTHING
     (row, _) = summary.speeds(engines[:2], 10, "plan")
     assert (row["none_over_plan"]["ratio"], "plan_over_none" in row) == (pytest.approx(0.5), False)
-    told = summary.tables({**NOTHING, "over": "plan", "summary": [row]})
+    told = tables.lines({**NOTHING, "over": "plan", "summary": [row]})
     assert told[0] == "| batch | accept length | none, tok/s | plan, tok/s | none / plan (interval, rounds) |"
     assert told[-1] == "| 4 | 2.5 | 40 | 80 | 0.500 (one round) |"
-    assert summary.tables(NOTHING) == []
+    assert tables.lines(NOTHING) == []
 
 
 def test_rounds_that_agree_tell_which_arm_is_faster() -> None:
@@ -118,7 +118,7 @@ def test_where_it_breaks_even_is_never_extrapolated() -> None:
     assert summary.break_even(summary.speeds(planned, 10)) == [], "a plan may draft nothing"
     for seconds, told in (((1 / 0.8, 1 / 1.6), "1.75"), ((0.9, 0.8), "below 1.5"), ((1.3, 1.2), "above 2.5")):
         result = {**NOTHING, "summary": rows(*seconds), "break_even": summary.break_even(rows(*seconds))}
-        lines = summary.tables(result)
+        lines = tables.lines(result)
         assert lines[0].endswith("| fixed breaks even |")
         assert all(line.endswith(f"| {told} |") for line in lines[2:])
 
@@ -138,7 +138,7 @@ def test_a_rate_of_partings_counts_tokens_up_to_the_first_difference() -> None:
         "arms": ("fixed", "none"), "pairs": 2, "answers": 4, "equal": 1, "tokens": 2 + 4 + 2 + 4, "per_thousand": 250.0,
     }  # fmt: skip
     assert (among["arms"], among["equal"], among["tokens"], among["per_thousand"]) == (("fixed", "fixed"), 1, 8, 125.0)
-    assert summary.tables({**NOTHING, "partings": [with_none]})[-1] == "| fixed and none | 2 | 1 of 4 | 12 | 250 |"
+    assert tables.lines({**NOTHING, "partings": [with_none]})[-1] == "| fixed and none | 2 | 1 of 4 | 12 | 250 |"
 
 
 def test_results_are_put_together_with_rounds_of_their_own(
@@ -223,11 +223,11 @@ def test_a_first_difference_is_held_against_the_noise_before_it() -> None:
     }  # fmt: skip
     assert (two["gap"], two["explained"]) == (pytest.approx(0.5), False)
     assert [(told["gap"], told["explained"]) for told in beyond["differences"]] == [(None, False)]
-    lines = summary.tables({**NOTHING, "answers": [differing, beyond]})
+    lines = tables.lines({**NOTHING, "answers": [differing, beyond]})
     assert "| fixed | 0 | 0 of 2 | 0.009 | 0.01 | 1 of 2 |" in lines
     assert "| fixed | 0 | 0 | 1 | 7 | 8 | 0.015 |" in lines
     assert lines[-1] == "| fixed | 0 | 0 | 1 | 7 | 9 | not among the best |"
-    shorter = summary.tables({**NOTHING, "answers": [differing]}, differences=False)
+    shorter = tables.lines({**NOTHING, "answers": [differing]}, differences=False)
     assert len(shorter) == 3
     assert summary.sameness([other]) == []
 
@@ -259,7 +259,7 @@ def test_arms_with_patches_changed_are_told_after_the_arm_that_they_change() -> 
     assert [part.partition(" gives ")[0] for part in told["headline"].split("; ")] == [less, more, "upstream-none"]
     assert "2.000 times the tokens/s of fixed at batch 4 and an accept length of 2.5" in told["headline"]
     assert told["break_even"] == []
-    assert summary.tables({**NOTHING, **told})[0].count("tok/s") == 4
+    assert tables.lines({**NOTHING, **told})[0].count("tok/s") == 4
 
 
 # Of variables that a command is told with; upstream's import sets some in this process.
