@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmark.spec_plan.engine import BASELINE, order, split
+from benchmark.spec_plan.engine import AFTER_FIRST, BASELINE, WHOLE, decoding, order, split
 from benchmark.spec_plan.tables import lines
 from sglang_patches.bench import statistics
 
@@ -20,14 +20,25 @@ _SHARED = ("layers", "weights", "pair", "context")
 
 
 def of(engines: list[Engine], tokens: int, over: str = BASELINE) -> dict[str, Any]:
-    """All that is told of engines: ``headline``, ``summary``, ``break_even``, ``answers`` and ``partings``.
+    """All that is told of engines: ``timed``, ``headline``, ``summary``, ``break_even``, ``answers`` and ``partings``.
 
-    ``over`` is the arm that the speeds of others are compared to.
+    ``over`` is the arm that the speeds of others are compared to. Raises ValueError as `timed` and `speeds` do.
     """
     rows = speeds(engines, tokens, over)
-    told = {"headline": headline(rows, over), "summary": rows}
+    told = {"timed": timed(engines), "headline": headline(rows, over), "summary": rows}
     told["break_even"] = break_even(rows) if over == BASELINE else []
     return {**told, "answers": sameness(engines), "partings": partings(engines)}
+
+
+def timed(engines: list[Engine]) -> str:
+    """What the rates of engines are of: `WHOLE` where answers of one token were not timed, as earlier results have it.
+
+    Raises ValueError where some were and some were not, whose rates are not to be compared.
+    """
+    found = {AFTER_FIRST if "first_seconds" in row else WHOLE for one in engines for row in one["batches"]}
+    if len(found) > 1:
+        raise ValueError("some batches have `first_seconds` and some have not: measure again, into another file")
+    return found.pop() if found else AFTER_FIRST
 
 
 def headline(rows: list[dict[str, Any]], over: str = BASELINE) -> str:
@@ -57,14 +68,18 @@ def speeds(engines: list[Engine], tokens: int, over: str = BASELINE) -> list[dic
 
     Args:
         engines: what `engine.measure` wrote, with the ``round`` it was measured in.
-        tokens: of each answer.
+        tokens: of each answer. Rates are of all but the first, which the prefill gives, in what an answer took more
+            than one of a single token did; where none of these was timed (see `timed`), of all in all its time.
         over: the arm that others are compared to.
 
     Returns: rows with ``batch_size``, ``accept_length`` (None where no arm speculates), ``<arm>`` (tokens per second,
         median of all repeats) and ``<arm>_over_<over>``, a `statistics.Comparison` of rounds that have both arms: the
         geometric mean of their ratios, its interval and a verdict. Each interval is meant by itself: of 20 rows that
         say 95 % one is expected to be wrong.
+
+    Raises ValueError where answers of one token took as long as the whole ones, and as `timed` does.
     """
+    counted = tokens - 1 if timed(engines) == AFTER_FIRST else tokens
     lengths = sorted({row["accept_length"] for one in engines for row in one["batches"]} - {None}) or [None]
     rows = []
     for size in dict.fromkeys(row["batch_size"] for one in engines for row in one["batches"]):
@@ -72,7 +87,7 @@ def speeds(engines: list[Engine], tokens: int, over: str = BASELINE) -> list[dic
             taken = _seconds(engines, size, length)
             row: dict[str, Any] = {"batch_size": size, "accept_length": length}
             for arm, rounds in taken.items():
-                row[arm] = size * tokens / float(np.median(np.concatenate(list(rounds.values()))))
+                row[arm] = size * counted / float(np.median(np.concatenate(list(rounds.values()))))
             for arm, rounds in taken.items():
                 both = sorted(set(rounds) & set(taken.get(over, {})))
                 if arm != over and both:
@@ -87,13 +102,24 @@ def speeds(engines: list[Engine], tokens: int, over: str = BASELINE) -> list[dic
 
 
 def _seconds(engines: list[Engine], size: int, length: float | None) -> dict[str, dict[int, list[float]]]:
-    """Seconds of a batch by arm and round; an arm that does not speculate has the same at every accept length."""
+    """Seconds of a batch less its first tokens', by arm and round.
+
+    An arm that does not speculate has the same at every accept length.
+    """
     taken: dict[str, dict[int, list[float]]] = {}
     for one in engines:
         for row in one["batches"]:
             if row["batch_size"] == size and row["accept_length"] in (None, length):
-                taken.setdefault(one["arm"], {}).setdefault(one["round"], []).extend(row["seconds"])
+                taken.setdefault(one["arm"], {}).setdefault(one["round"], []).extend(_decoding(row))
     return taken
+
+
+def _decoding(row: dict[str, Any]) -> list[float]:
+    """Seconds by repeat, less those of the first token where that was timed."""
+    if "first_seconds" not in row:
+        return list(row["seconds"])
+    pairs = zip(row["seconds"], row["first_seconds"], strict=True)
+    return [decoding(row["batch_size"], seconds, first) for seconds, first in pairs]
 
 
 def break_even(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -263,14 +289,14 @@ def main() -> int:
     try:
         results = [_read(file) for file in files]
         engines = together(results)
+        if len(results) == 1:
+            over = results[0].get("over", BASELINE)
+            told = {"over": over, **of(results[0]["engines"], results[0]["work"]["tokens"], over)}
+        else:
+            told = {"summary": [], "break_even": [], "answers": sameness(engines), "partings": partings(engines)}
     except ValueError as error:
         print(f"summary: {error}\n  remedy     files of benchmark.spec_plan.run that served the same", file=sys.stderr)
         return 2
-    if len(results) == 1:
-        over = results[0].get("over", BASELINE)
-        told = {"over": over, **of(results[0]["engines"], results[0]["work"]["tokens"], over)}
-    else:
-        told = {"summary": [], "break_even": [], "answers": sameness(engines), "partings": partings(engines)}
     print("\n".join(lines(told)))
     return 0
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmark.spec_plan.engine import BASELINE, order
+from benchmark.spec_plan.engine import BASELINE, WHOLE, order
 
 
 def lines(result: dict[str, Any], *, differences: bool = True) -> list[str]:
     """Lines of Markdown of what `summary.of` returns; `differences`: each first difference of two answers, too."""
-    parts = [_speed_lines(result["summary"], result["break_even"], result.get("over", BASELINE))]
+    speeds = _speed_lines(result["summary"], result["break_even"], result.get("over", BASELINE))
+    # Results of before answers of one token were timed do not say.
+    parts = [[f"Tokens per second of {result.get('timed', WHOLE)}:"]] if speeds else []
+    parts += [speeds]
     parts += [_answer_lines(result["answers"])]
     parts += [_difference_lines(result["answers"])] if differences else []
     parts += [_parting_lines(result["partings"])]
