@@ -7,6 +7,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,11 @@ ARMS = {
     "upstream-none": Arm(speculates=False, upstream=True),
     "upstream-fixed": Arm(speculates=True, upstream=True),
 }
+#: What the answers of others are compared to, and their speeds where nothing else is said.
+BASELINE = "none"
+#: What rates are of. A prefill of one token a request runs eager, and takes as long as the host happens to take.
+AFTER_FIRST = "what follows the first token"
+WHOLE = "whole answers"
 
 
 def split(name: str) -> tuple[Arm, str | None]:
@@ -58,6 +64,31 @@ def split(name: str) -> tuple[Arm, str | None]:
     if ARMS[base].upstream:
         return ARMS[base], "none"
     return ARMS[base], changes.replace(":", ",") or None
+
+
+def order(names: Iterable[str]) -> list[str]:
+    """Arms among `names`, each once: in the order of `ARMS`, with patches changed after the arm that they change."""
+    known = list(ARMS)
+    found = dict.fromkeys(name for name in names if name.partition(":")[0] in ARMS and "_over_" not in name)
+    return sorted(found, key=lambda name: known.index(name.partition(":")[0]))
+
+
+def decoding(size: int, seconds: float, first: float) -> float:
+    """Seconds in which a batch of answers got all tokens but the first of each.
+
+    Args:
+        size: of the batch.
+        seconds: that the answers took.
+        first: that answers of one token to the same prompts took, right before.
+
+    Raises ValueError where that is nothing or less: the prefill differed by more than the decoding took.
+    """
+    if seconds <= first:
+        raise ValueError(
+            f"batch size {size}: the answers took {seconds} s and those of one token {first} s, which leaves no time "
+            "to decode in; ask for more --tokens, or on a quieter host"
+        )
+    return seconds - first
 
 
 class Turns:
@@ -182,11 +213,13 @@ def measure(arm: str, work: Work, out: Path, cuda: bool, turns: Turns) -> None:
 
     Upstream is imported before that, while another engine still starts. Answers come first, each prompt alone, so that
     all arms prefill in the same shapes. Then prompts are prefilled once and stay in the radix cache: a timed answer
-    computes one prompt token a request. A turn is a batch size's warm-up or one repeat of it, at every accept length.
+    computes one prompt token a request. An answer of one token does so right before it. A turn is a batch size's
+    warm-up or one repeat of it, both answers at every accept length.
 
     Written: ``answers`` (see `Served.answer`); ``batches`` (``batch_size``; ``accept_length``, the pinned one or None
-    without speculation; ``seconds`` and ``passes``, target passes of the first request, by repeat);
-    ``start_seconds``, ``values_drawn``, ``arguments``, ``outcomes`` and ``provenance``.
+    without speculation; by repeat ``first_seconds``, of the answers of one token, and of
+    the long ones ``seconds`` and ``passes``, target passes of the first request); ``start_seconds``, ``values_drawn``,
+    ``arguments``, ``outcomes`` and ``provenance``.
     """
     import sglang.srt.entrypoints.engine
     import sglang.srt.server_args  # noqa: F401
@@ -221,11 +254,15 @@ def _batches(served: Served, work: Work, speculates: bool, turns: Turns) -> list
             for length in lengths if repeat % 2 else lengths[::-1]:
                 if length is not None:
                     served.ask("pin", accept_length=length, token_mode=TOKEN_MODE)
+                # The same prefill, as near in time as can be: what it takes comes and goes with the host.
+                first = round(served.generate(size, 1)[0], 5)
                 # Warm-up is as long: some kernels are compiled at lengths that a few tokens do not reach, 75 ms each.
                 seconds, passes = served.generate(size, work.tokens)
                 if repeat:
-                    row = batches.setdefault((size, length), {"seconds": [], "passes": []})
+                    row = batches.setdefault((size, length), {"first_seconds": [], "seconds": [], "passes": []})
+                    row["first_seconds"].append(first)
                     row["seconds"].append(round(seconds, 5))
                     row["passes"].append(passes)
+                    decoding(size, row["seconds"][-1], first)  # now, and not when all has been measured
             turns.done()
     return [{"batch_size": size, "accept_length": length, **row} for (size, length), row in batches.items()]

@@ -6,8 +6,9 @@
 Serves one TP-8 rank's share of Kimi-K2.5 (61 layers, int4, random weights, all drawn) with acceptance pinned, as
 upstream's SGLANG_SIMULATE_ACC_LEN does, an engine for each arm and round: none, fixed and plan with the patches of
 SGLANG_PATCHES, upstream-none and upstream-fixed without any, fixed:-NAME without one. Before that each answers a few
-prompts with acceptance as it is; their tokens and logprobs are compared. With several GPUs arms run at once and change
-GPUs every round; so compare arms by rounds, not by GPUs. With --together all engines are up at once and take turns, an
+prompts with acceptance as it is; their tokens and logprobs are compared. A timed answer follows one of a single token
+to the same prompts, and rates are of what comes after that token. With several GPUs arms run at once and change GPUs
+every round; so compare arms by rounds, not by GPUs. With --together all engines are up at once and take turns, a timed
 answer each, so that a slow minute is shared by all and one start does for many answers; the GPU must hold them all
 (--layers). A pinned acceptance is the same for a chain of any length that allows it, so give a plan of 3 steps or none
 (`--costs` of a folder with 4 and 1 draft tokens).
@@ -31,8 +32,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmark.spec_plan import summary
-from benchmark.spec_plan.engine import ARMS, TOKEN_MODE, Turns, Work, measure, split
+from benchmark.spec_plan import summary, tables
+from benchmark.spec_plan.engine import AFTER_FIRST, ARMS, BASELINE, TOKEN_MODE, Turns, Work, measure, split
 from sglang_patches import provenance, selection
 from sglang_patches.bench import options, shard
 from sglang_patches.bench.folder import replace
@@ -135,7 +136,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--together", action="store_true", help="all engines are up at once and take turns")
     parser.add_argument("--batch-sizes", default="1,2,4,8,16,32,64")
     parser.add_argument("--context", type=int, default=1024, help="prompt tokens; default 1024")
-    parser.add_argument("--tokens", type=int, default=512, help="of each answer; few make its prefill weigh too much")
+    parser.add_argument("--tokens", type=int, default=512, help="of each answer, the first not timed; default 512")
     parser.add_argument("--repeats", type=int, default=1, help="answers of each batch size, accept length and engine")
     parser.add_argument("--rounds", type=int, default=2, help="engines of each arm; default 2")
     parser.add_argument("--answers", type=int, default=8, help="prompts of which answers are compared; default 8")
@@ -168,9 +169,11 @@ def main() -> int:
         parser.error(f"--arms: {error}")
     if planned and not (given.plan and given.plan.is_file()):
         parser.error(f"--arms {','.join(planned)}: needs --plan with a file that `spec plan --write` wrote")
-    over = given.over or (summary.BASELINE if summary.BASELINE in arms else arms[0])
+    over = given.over or (BASELINE if BASELINE in arms else arms[0])
     if over not in arms:
         parser.error(f"--over {over}: not among the arms {', '.join(arms)}")
+    if given.tokens < 2:
+        parser.error(f"--tokens {given.tokens}: at least 2, since what follows the first is timed")
     if bool(given.model) != bool(given.draft):
         parser.error("--model and --draft: give both, or neither")
     if not cuda and not given.model:
@@ -188,6 +191,8 @@ def main() -> int:
         before = json.loads(given.out.read_text())
         if before["work"] != asked or before["code_state"]["id"] != result["code_state"]["id"]:
             parser.error(f"--out {given.out}: measured with other work or patches; name another file")
+        if summary.timed(before["engines"]) != AFTER_FIRST:
+            parser.error(f"--out {given.out}: has no `first_seconds`, being of an earlier version; name another file")
         result |= {name: before[name] for name in ("engines", "when") if name in before}
     return _carry_out(given, result, arms, _gpus() if cuda else [None])
 
@@ -274,7 +279,7 @@ def _begin(job: Job, given: argparse.Namespace, gpus: list[str | None]) -> Runni
 def _write(out: Path, result: dict[str, Any], tokens: int) -> None:
     result |= summary.of(result["engines"], tokens, result["over"])
     replace(out, json.dumps(result) + "\n")
-    print("\n".join(summary.tables(result, differences=False)), flush=True)
+    print("\n".join(tables.lines(result, differences=False)), flush=True)
 
 
 if __name__ == "__main__":

@@ -5,44 +5,46 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmark.spec_plan.engine import ARMS, split
+from benchmark.spec_plan.engine import AFTER_FIRST, BASELINE, WHOLE, decoding, order, split
+from benchmark.spec_plan.tables import lines
 from sglang_patches.bench import statistics
 
 Engine = dict[str, Any]
-#: What the answers of others are compared to, and their speeds where nothing else is said.
-BASELINE = "none"
 _SHARED = ("layers", "weights", "pair", "context")
 
 
 def of(engines: list[Engine], tokens: int, over: str = BASELINE) -> dict[str, Any]:
-    """All that is told of engines: ``headline``, ``summary``, ``break_even``, ``answers`` and ``partings``.
+    """All that is told of engines: ``timed``, ``headline``, ``summary``, ``break_even``, ``answers`` and ``partings``.
 
-    ``over`` is the arm that the speeds of others are compared to.
+    ``over`` is the arm that the speeds of others are compared to. Raises ValueError as `timed` and `speeds` do.
     """
     rows = speeds(engines, tokens, over)
-    told = {"headline": headline(rows, over), "summary": rows}
+    told = {"timed": timed(engines), "headline": headline(rows, over), "summary": rows}
     told["break_even"] = break_even(rows) if over == BASELINE else []
     return {**told, "answers": sameness(engines), "partings": partings(engines)}
 
 
-def _order(names: Iterable[str]) -> list[str]:
-    """Arms among `names`, each once: in the order of `ARMS`, with patches changed after the arm that they change."""
-    known = list(ARMS)
-    found = dict.fromkeys(name for name in names if name.partition(":")[0] in ARMS and "_over_" not in name)
-    return sorted(found, key=lambda name: known.index(name.partition(":")[0]))
+def timed(engines: list[Engine]) -> str:
+    """What the rates of engines are of: `WHOLE` where answers of one token were not timed, as earlier results have it.
+
+    Raises ValueError where some were and some were not, whose rates are not to be compared.
+    """
+    found = {AFTER_FIRST if "first_seconds" in row else WHOLE for one in engines for row in one["batches"]}
+    if len(found) > 1:
+        raise ValueError("some batches have `first_seconds` and some have not: measure again, into another file")
+    return found.pop() if found else AFTER_FIRST
 
 
 def headline(rows: list[dict[str, Any]], over: str = BASELINE) -> str:
     """The ratios to `over` in words: of each arm and accept length, at the smallest batch and the least of all."""
     said = []
-    for arm in _order(name for row in rows for name in row):
+    for arm in order(name for row in rows for name in row):
         name = f"{arm}_over_{over}"
         for length in dict.fromkeys(row["accept_length"] for row in rows if name in row):
             ratios = {row["batch_size"]: row[name] for row in rows if row["accept_length"] == length and name in row}
@@ -66,14 +68,18 @@ def speeds(engines: list[Engine], tokens: int, over: str = BASELINE) -> list[dic
 
     Args:
         engines: what `engine.measure` wrote, with the ``round`` it was measured in.
-        tokens: of each answer.
+        tokens: of each answer. Rates are of all but the first, which the prefill gives, in what an answer took more
+            than one of a single token did; where none of these was timed (see `timed`), of all in all its time.
         over: the arm that others are compared to.
 
     Returns: rows with ``batch_size``, ``accept_length`` (None where no arm speculates), ``<arm>`` (tokens per second,
         median of all repeats) and ``<arm>_over_<over>``, a `statistics.Comparison` of rounds that have both arms: the
         geometric mean of their ratios, its interval and a verdict. Each interval is meant by itself: of 20 rows that
         say 95 % one is expected to be wrong.
+
+    Raises ValueError where answers of one token took as long as the whole ones, and as `timed` does.
     """
+    counted = tokens - 1 if timed(engines) == AFTER_FIRST else tokens
     lengths = sorted({row["accept_length"] for one in engines for row in one["batches"]} - {None}) or [None]
     rows = []
     for size in dict.fromkeys(row["batch_size"] for one in engines for row in one["batches"]):
@@ -81,7 +87,7 @@ def speeds(engines: list[Engine], tokens: int, over: str = BASELINE) -> list[dic
             taken = _seconds(engines, size, length)
             row: dict[str, Any] = {"batch_size": size, "accept_length": length}
             for arm, rounds in taken.items():
-                row[arm] = size * tokens / float(np.median(np.concatenate(list(rounds.values()))))
+                row[arm] = size * counted / float(np.median(np.concatenate(list(rounds.values()))))
             for arm, rounds in taken.items():
                 both = sorted(set(rounds) & set(taken.get(over, {})))
                 if arm != over and both:
@@ -96,13 +102,24 @@ def speeds(engines: list[Engine], tokens: int, over: str = BASELINE) -> list[dic
 
 
 def _seconds(engines: list[Engine], size: int, length: float | None) -> dict[str, dict[int, list[float]]]:
-    """Seconds of a batch by arm and round; an arm that does not speculate has the same at every accept length."""
+    """Seconds of a batch less its first tokens', by arm and round.
+
+    An arm that does not speculate has the same at every accept length.
+    """
     taken: dict[str, dict[int, list[float]]] = {}
     for one in engines:
         for row in one["batches"]:
             if row["batch_size"] == size and row["accept_length"] in (None, length):
-                taken.setdefault(one["arm"], {}).setdefault(one["round"], []).extend(row["seconds"])
+                taken.setdefault(one["arm"], {}).setdefault(one["round"], []).extend(_decoding(row))
     return taken
+
+
+def _decoding(row: dict[str, Any]) -> list[float]:
+    """Seconds by repeat, less those of the first token where that was timed."""
+    if "first_seconds" not in row:
+        return list(row["seconds"])
+    pairs = zip(row["seconds"], row["first_seconds"], strict=True)
+    return [decoding(row["batch_size"], seconds, first) for seconds, first in pairs]
 
 
 def break_even(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -123,7 +140,7 @@ def break_even(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for size in dict.fromkeys(row["batch_size"] for row in rows):
         row: dict[str, Any] = {"batch_size": size}
         # A plan that drafts nothing at a batch size has none.
-        names = _order(name for one in rows for name in one)
+        names = order(name for one in rows for name in one)
         for arm in (name for name in names if split(name)[0].speculates and not split(name)[0].planned):
             points = sorted(
                 (one["accept_length"], one[f"{arm}_over_none"]["ratio"])
@@ -223,99 +240,6 @@ def _same(one: Engine, reference: Engine) -> dict[str, Any]:
     }
 
 
-def tables(result: dict[str, Any], *, differences: bool = True) -> list[str]:
-    """Lines of Markdown of what `of` returns; `differences`: each first difference of two answers, too."""
-    parts = [_speed_lines(result["summary"], result["break_even"], result.get("over", BASELINE))]
-    parts += [_answer_lines(result["answers"])]
-    parts += [_difference_lines(result["answers"])] if differences else []
-    parts += [_parting_lines(result["partings"])]
-    lines: list[str] = []
-    for part in parts:
-        lines += [*([""] if lines and part else []), *part]
-    return lines
-
-
-def _speed_lines(rows: list[dict[str, Any]], even: list[dict[str, Any]], over: str) -> list[str]:
-    arms = _order(name for row in rows for name in row)
-    gains = [arm for arm in arms if any(f"{arm}_over_{over}" in row for row in rows)]
-    if not arms:
-        return []
-    heads = [*(f"{arm}, tok/s" for arm in arms), *(f"{arm} / {over} (interval, rounds)" for arm in gains)]
-    told = [arm for arm in gains if any(arm in row for row in even)]
-    lines = _head(["batch", "accept length", *heads, *(f"{arm} breaks even" for arm in told)])
-    for row in rows:
-        length = "-" if row["accept_length"] is None else f"{row['accept_length']:g}"
-        cells = [str(row["batch_size"]), length, *(f"{row[arm]:.0f}" if arm in row else "-" for arm in arms)]
-        cells += [_ratio(row.get(f"{arm}_over_{over}")) for arm in gains]
-        at = next((one for one in even if one["batch_size"] == row["batch_size"]), {})
-        lines.append(_line([*cells, *(_even(at.get(arm)) for arm in told)]))
-    return lines
-
-
-def _ratio(compared: dict[str, Any] | None) -> str:
-    if compared is None:
-        return "-"
-    told = f"{compared['ratio']:.3f}"
-    if compared["rounds"] < 2:
-        return f"{told} (one round)"
-    interval = f"{compared['low']:.3f} to {compared['high']:.3f}"
-    return f"{told} ({interval}, {compared['rounds']}) {compared['verdict']}"
-
-
-def _even(between: tuple[float | None, float | None] | None) -> str:
-    if between is None:
-        return "-"
-    low, high = between
-    if low is None:
-        return f"below {high:g}"
-    return f"above {low:g}" if high is None else f"{low:.2f}"
-
-
-def _answer_lines(same: list[dict[str, Any]]) -> list[str]:
-    if not same:
-        return []
-    lines = _head(
-        ["arm", "round", "answers as of none", "noise, nats: median", "most", "first differences explained by it"]
-    )
-    for row in same:
-        explained = sum(told["explained"] for told in row["differences"])
-        noise = [f"{row['noise_median']:.2g}", f"{row['noise_most']:.2g}"]
-        cells = [row["arm"], str(row["round"]), f"{row['equal']} of {row['answers']}", *noise]
-        lines.append(_line([*cells, f"{explained} of {len(row['differences'])}"]))
-    return lines
-
-
-def _difference_lines(same: list[dict[str, Any]]) -> list[str]:
-    if not any(row["differences"] for row in same):
-        return []
-    lines = _head(["arm", "round", "answer", "token at", "none's", "its own", "apart in none, nats"])
-    for row in same:
-        for told in row["differences"]:
-            gap = "not among the best" if told["gap"] is None else f"{told['gap']:.3f}"
-            cells = [told["answer"], told["position"], told["none"], told["other"]]
-            lines.append(_line([row["arm"], str(row["round"]), *map(str, cells), gap]))
-    return lines
-
-
-def _parting_lines(rows: list[dict[str, Any]]) -> list[str]:
-    if not rows:
-        return []
-    lines = _head(["engines", "pairs", "whole answers equal", "tokens compared", "first differences per 1,000"])
-    for row in rows:
-        equal = f"{row['equal']} of {row['answers']}"
-        cells = [" and ".join(row["arms"]), str(row["pairs"]), equal, str(row["tokens"]), f"{row['per_thousand']:.0f}"]
-        lines.append(_line(cells))
-    return lines
-
-
-def _line(cells: list[str]) -> str:
-    return " | ".join(["", *cells, ""]).strip()
-
-
-def _head(cells: list[str]) -> list[str]:
-    return [_line(cells), "|" + "---|" * len(cells)]
-
-
 def together(results: list[dict[str, Any]]) -> list[Engine]:
     """Engines of several results, each result with rounds of its own, so that their answers can be compared.
 
@@ -365,15 +289,15 @@ def main() -> int:
     try:
         results = [_read(file) for file in files]
         engines = together(results)
+        if len(results) == 1:
+            over = results[0].get("over", BASELINE)
+            told = {"over": over, **of(results[0]["engines"], results[0]["work"]["tokens"], over)}
+        else:
+            told = {"summary": [], "break_even": [], "answers": sameness(engines), "partings": partings(engines)}
     except ValueError as error:
         print(f"summary: {error}\n  remedy     files of benchmark.spec_plan.run that served the same", file=sys.stderr)
         return 2
-    if len(results) == 1:
-        over = results[0].get("over", BASELINE)
-        told = {"over": over, **of(results[0]["engines"], results[0]["work"]["tokens"], over)}
-    else:
-        told = {"summary": [], "break_even": [], "answers": sameness(engines), "partings": partings(engines)}
-    print("\n".join(tables(told)))
+    print("\n".join(lines(told)))
     return 0
 
 

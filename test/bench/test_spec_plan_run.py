@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from benchmark.spec_plan import run, summary
+from benchmark.spec_plan import run, summary, tables
 
 
 def test_arms_change_gpus_every_round_and_none_runs_twice() -> None:
@@ -39,7 +39,10 @@ def engine(arm: str, number: int, timed: dict[float | None, tuple[float, int]], 
     return {"arm": arm, "round": number, "batches": batches, "answers": []}
 
 
-NOTHING: dict[str, Any] = {"headline": "", "summary": [], "break_even": [], "answers": [], "partings": []}
+NOTHING: dict[str, Any] = {
+    "timed": "what follows the first token", "headline": "", "summary": [], "break_even": [], "answers": [],
+    "partings": [],
+}  # fmt: skip
 
 
 def test_ratios_are_paired_by_round_and_have_an_interval() -> None:
@@ -58,7 +61,9 @@ def test_ratios_are_paired_by_round_and_have_an_interval() -> None:
     assert (compared["ratio"], compared["rounds"]) == (pytest.approx(2.5**0.5), 2)
     assert (compared["low"], compared["high"]) == (pytest.approx(0.07983, rel=1e-3), pytest.approx(31.316, rel=1e-3))
     assert compared["verdict"] == "AMBIGUOUS"
-    assert summary.tables({**NOTHING, "summary": [first]}) == [
+    assert tables.lines({**NOTHING, "summary": [first]}) == [
+        "Tokens per second of what follows the first token:",
+        "",
         "| batch | accept length | none, tok/s | plan, tok/s | plan / none (interval, rounds) |",
         "|---|---|---|---|---|",
         "| 4 | 2.5 | 27 | 38 | 1.581 (0.080 to 31.316, 2) AMBIGUOUS |",
@@ -67,14 +72,14 @@ def test_ratios_are_paired_by_round_and_have_an_interval() -> None:
     assert alone == {"batch_size": 4, "accept_length": None, "none": pytest.approx(40.0)}
     (row, _) = summary.speeds(engines[:2], 10)
     assert row["plan_over_none"]["high"] is None, "JSON has no infinity"
-    assert summary.tables({**NOTHING, "summary": [row]})[-1] == "| 4 | 2.5 | 40 | 80 | 2.000 (one round) |"
+    assert tables.lines({**NOTHING, "summary": [row]})[-1] == "| 4 | 2.5 | 40 | 80 | 2.000 (one round) |"
     assert summary.of([], 10) == NOTHING
     (row, _) = summary.speeds(engines[:2], 10, "plan")
     assert (row["none_over_plan"]["ratio"], "plan_over_none" in row) == (pytest.approx(0.5), False)
-    told = summary.tables({**NOTHING, "over": "plan", "summary": [row]})
-    assert told[0] == "| batch | accept length | none, tok/s | plan, tok/s | none / plan (interval, rounds) |"
+    told = tables.lines({**NOTHING, "over": "plan", "summary": [row]})
+    assert told[2] == "| batch | accept length | none, tok/s | plan, tok/s | none / plan (interval, rounds) |"
     assert told[-1] == "| 4 | 2.5 | 40 | 80 | 0.500 (one round) |"
-    assert summary.tables(NOTHING) == []
+    assert tables.lines(NOTHING) == []
 
 
 def test_rounds_that_agree_tell_which_arm_is_faster() -> None:
@@ -118,9 +123,9 @@ def test_where_it_breaks_even_is_never_extrapolated() -> None:
     assert summary.break_even(summary.speeds(planned, 10)) == [], "a plan may draft nothing"
     for seconds, told in (((1 / 0.8, 1 / 1.6), "1.75"), ((0.9, 0.8), "below 1.5"), ((1.3, 1.2), "above 2.5")):
         result = {**NOTHING, "summary": rows(*seconds), "break_even": summary.break_even(rows(*seconds))}
-        lines = summary.tables(result)
-        assert lines[0].endswith("| fixed breaks even |")
-        assert all(line.endswith(f"| {told} |") for line in lines[2:])
+        lines = tables.lines(result)
+        assert lines[2].endswith("| fixed breaks even |")
+        assert all(line.endswith(f"| {told} |") for line in lines[4:])
 
 
 def test_a_rate_of_partings_counts_tokens_up_to_the_first_difference() -> None:
@@ -138,7 +143,7 @@ def test_a_rate_of_partings_counts_tokens_up_to_the_first_difference() -> None:
         "arms": ("fixed", "none"), "pairs": 2, "answers": 4, "equal": 1, "tokens": 2 + 4 + 2 + 4, "per_thousand": 250.0,
     }  # fmt: skip
     assert (among["arms"], among["equal"], among["tokens"], among["per_thousand"]) == (("fixed", "fixed"), 1, 8, 125.0)
-    assert summary.tables({**NOTHING, "partings": [with_none]})[-1] == "| fixed and none | 2 | 1 of 4 | 12 | 250 |"
+    assert tables.lines({**NOTHING, "partings": [with_none]})[-1] == "| fixed and none | 2 | 1 of 4 | 12 | 250 |"
 
 
 def test_results_are_put_together_with_rounds_of_their_own(
@@ -223,11 +228,11 @@ def test_a_first_difference_is_held_against_the_noise_before_it() -> None:
     }  # fmt: skip
     assert (two["gap"], two["explained"]) == (pytest.approx(0.5), False)
     assert [(told["gap"], told["explained"]) for told in beyond["differences"]] == [(None, False)]
-    lines = summary.tables({**NOTHING, "answers": [differing, beyond]})
+    lines = tables.lines({**NOTHING, "answers": [differing, beyond]})
     assert "| fixed | 0 | 0 of 2 | 0.009 | 0.01 | 1 of 2 |" in lines
     assert "| fixed | 0 | 0 | 1 | 7 | 8 | 0.015 |" in lines
     assert lines[-1] == "| fixed | 0 | 0 | 1 | 7 | 9 | not among the best |"
-    shorter = summary.tables({**NOTHING, "answers": [differing]}, differences=False)
+    shorter = tables.lines({**NOTHING, "answers": [differing]}, differences=False)
     assert len(shorter) == 3
     assert summary.sameness([other]) == []
 
@@ -259,7 +264,7 @@ def test_arms_with_patches_changed_are_told_after_the_arm_that_they_change() -> 
     assert [part.partition(" gives ")[0] for part in told["headline"].split("; ")] == [less, more, "upstream-none"]
     assert "2.000 times the tokens/s of fixed at batch 4 and an accept length of 2.5" in told["headline"]
     assert told["break_even"] == []
-    assert summary.tables({**NOTHING, **told})[0].count("tok/s") == 4
+    assert tables.lines({**NOTHING, **told})[2].count("tok/s") == 4
 
 
 # Of variables that a command is told with; upstream's import sets some in this process.
@@ -283,8 +288,8 @@ def test_a_disk_that_is_full_leaves_what_was_measured(tmp_path: Path, monkeypatc
     assert [(file, file.read_text()) for file in tmp_path.iterdir()] == [(out, before)]
 
 
-def test_the_result_has_the_whole_command_and_goes_on_with_the_same_token_mode_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_result_has_the_whole_command_and_goes_on_with_what_measured_the_same_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     begun: list[str] = []
 
@@ -301,6 +306,7 @@ def test_the_result_has_the_whole_command_and_goes_on_with_the_same_token_mode_o
         def wait(self, _limit: float) -> int:
             assert self.stdin.getvalue() == b"go\n"
             measured = engine(self.words[-1], 0, {None: (1.0, 1)})
+            measured["batches"][0]["first_seconds"] = [0.5]
             Path(self.words[self.words.index("--one") - 1]).write_text(json.dumps(measured))
             return 0
 
@@ -339,6 +345,15 @@ def test_the_result_has_the_whole_command_and_goes_on_with_the_same_token_mode_o
     out.write_text(json.dumps(told))
     with pytest.raises(SystemExit, match="2"):
         run.main()
+    # As results were before an answer of one token was timed: rates of whole ones are not put beside others.
+    told["work"]["token_mode"] = "real-draft-token"
+    for one in told["engines"]:
+        del one["batches"][0]["first_seconds"]
+    out.write_text(json.dumps(told))
+    capsys.readouterr()
+    with pytest.raises(SystemExit, match="2"):
+        run.main()
+    assert f"--out {out}: has no `first_seconds`" in capsys.readouterr().err
 
 
 def test_it_says_what_is_missing(tmp_path: Path) -> None:
@@ -348,6 +363,8 @@ def test_it_says_what_is_missing(tmp_path: Path) -> None:
     assert "--arms plan: needs --plan with a file" in refused.stderr
     unknown = subprocess.run([*words, "--arms", "none:-no-such-patch"], capture_output=True, text=True, check=False)
     assert (unknown.returncode, "--arms: unknown patch: no-such-patch" in unknown.stderr) == (2, True)
+    single = subprocess.run([*words, "--tokens", "1"], capture_output=True, text=True, check=False)
+    assert (single.returncode, "--tokens 1: at least 2" in single.stderr) == (2, True)
     half = subprocess.run([*words, "--model", "x"], capture_output=True, text=True, check=False)
     assert (half.returncode, "give both" in half.stderr) == (2, True)
     if not run.selection.has_gpu():

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from benchmark.spec_plan import run
 
 from .server import REPO
@@ -44,6 +45,16 @@ def test_speculation_answers_as_none_does_and_commits_as_many_tokens_as_pinned(t
         # 1.5 is 1 or 2 tokens a cycle, 3.5 is 3 or 4: by chance, and the prefill gives the first token.
         low, high = (TOKENS - 1) / (int(length) + 1), TOKENS / int(length) + 1
         assert low <= row["passes"][0] <= high, (length, row)
+    for one in (none, fixed):
+        for row in one["batches"]:
+            (first,), (seconds,) = row["first_seconds"], row["seconds"]
+            # A prefill takes about as long as one pass, and the answer has 14 passes or more.
+            assert 0 < first < seconds / 2, row
+    row = none["batches"][0]
+    decoding = row["seconds"][0] - row["first_seconds"][0]
+    assert told["summary"][0]["none"] == pytest.approx((TOKENS - 1) / decoding)
+    assert told["timed"] == "what follows the first token"
+    assert "Tokens per second of what follows the first token:" in done.stdout
     assert "| 1 | 3.5 |" in done.stdout
     assert done.stdout.count("fixed, tok/s") == 1
 
@@ -62,8 +73,8 @@ def test_engines_that_are_up_together_take_turns(tmp_path: Path) -> None:
     ]  # fmt: skip
     for row in told["summary"]:
         assert row["fixed:-clean-stop_over_fixed"]["rounds"] == 1
-    seconds = [row["seconds"] for one in told["engines"] for row in one["batches"]]
-    assert [len(one) for one in seconds] == [2] * 4
+    rows = [row for one in told["engines"] for row in one["batches"]]
+    assert [(len(row["first_seconds"]), len(row["seconds"])) for row in rows] == [(2, 2)] * 4
     # What it says when it is over is told by the same names that it is asked for with.
     assert "| fixed, tok/s | fixed:-clean-stop, tok/s | fixed:-clean-stop / fixed (interval, rounds) |" in done.stdout
 

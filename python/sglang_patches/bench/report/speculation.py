@@ -11,6 +11,8 @@ Data = Mapping[str, Any]
 
 _TONES = {"FASTER": "good", "SLOWER": "bad", "SAME": "same", "AMBIGUOUS": "unclear"}
 _OVER = "_over_"
+# Timed, prefill included, where a result does not say what was.
+_WHOLE = "whole answers"
 
 
 def fits(data: Data) -> bool:
@@ -25,12 +27,13 @@ def tables(data: Data) -> list[Table]:
         data: what `benchmark.spec_plan.run` wrote; see `benchmark.spec_plan.summary`.
     """
     # Results of before arms could be compared to another one do not say which.
-    found = [_speeds(data["summary"], data["break_even"], data.get("over", "none")), _partings(data["partings"])]
+    found = [_speeds(data["summary"], data["break_even"], data.get("over", "none"), data.get("timed", _WHOLE))]
+    found.append(_partings(data["partings"]))
     found += [_differences(data["answers"]), _engines(data["engines"])]
     return [table for table in found if table.rows]
 
 
-def _speeds(rows: list[Data], even: list[Data], over: str) -> Table:
+def _speeds(rows: list[Data], even: list[Data], over: str, timed: str) -> Table:
     arms = list(dict.fromkeys(name for row in rows for name in row if f"{name}{_OVER}{over}" in row))
     crossing = {row["batch_size"]: row for row in even}
     columns = ["batch", "accept length", f"{over}, tok/s"]
@@ -51,7 +54,7 @@ def _speeds(rows: list[Data], even: list[Data], over: str) -> Table:
                 cells.append(Cell(_even(crossing.get(row["batch_size"], {}).get(arm)), number=True))
         told.append(cells)
     note = "ratios are geometric means over the rounds; each interval is of 95 %, by itself"
-    return Table("tokens per second of a batch", columns, told, note)
+    return Table(f"tokens per second of a batch: {timed}", columns, told, note)
 
 
 def _ratio(compared: Data | None) -> list[Cell]:
