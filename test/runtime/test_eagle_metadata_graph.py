@@ -251,12 +251,45 @@ def test_graphs_are_captured_into_one_pool_while_others_use_the_gpu(monkeypatch:
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: f"graph {len(seen)}")
     monkeypatch.setattr(torch.cuda, "Stream", lambda: next(streams))
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(pools))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "current")
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
     captured: list[str] = []
     glue = CheckedGlueGraph("cuda", telling.Told().runner(Kind.VERIFY, 4), prep.Prep(lambda _: [], lambda _: []))
     assert [glue._capture(lambda: captured.append("once")) for _ in range(2)] == ["graph 0", "graph 1"]
     options = {"pool": "pool", "stream": "stream", "capture_error_mode": "thread_local"}
     assert seen == [("graph 0", options), ("graph 1", options)]
     assert captured == ["once", "once"]
+
+
+@pytest.mark.parametrize("step", ["capture_begin", "capture_end"])
+def test_a_capture_that_fails_leaves_the_current_stream(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With torch's own ``graph``, which does not put the stream back where the capture cannot begin or end."""
+    from sglang_patches.runtime.eagle_metadata_graph.glue import capture
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+    current = ["forward"]
+
+    @contextmanager
+    def entered(stream: str) -> Iterator[None]:
+        before, current[0] = current[0], stream
+        yield
+        current[0] = before
+
+    steps = dict.fromkeys(("capture_begin", "capture_end"), lambda *_, **__: None) | {step: fail}
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(**steps))
+    for module, name in ((torch.cuda, "synchronize"), (torch.cuda, "empty_cache"), (torch._C, "_host_emptyCache")):
+        monkeypatch.setattr(module, name, lambda: None, raising=False)
+    monkeypatch.setattr("torch.cuda._graph_annotations.maybe_stamp_capture_root", lambda stream: None)
+    monkeypatch.setattr(torch.cuda, "stream", entered)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: current.__setitem__(0, stream))
+    launched: list[str] = []
+    with pytest.raises(RuntimeError, match="during capture"):
+        capture(lambda: launched.append(current[0]), "capturing", (0, 1))
+    assert launched == ([] if step == "capture_begin" else ["capturing"])
+    assert current == ["forward"]
 
 
 def test_what_is_told_of_several_runners(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -184,7 +184,12 @@ class CheckedGlueGraph(MetadataGlueGraph):  # type: ignore[misc]
 
 def capture(prepare: Callable[[], None], stream: Any, pool: Any) -> Any:
     """A CUDA graph of ``prepare``, which is not run by that; other threads may use CUDA meanwhile, as in upstream's."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-        prepare()
+    graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    try:
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            prepare()
+    finally:
+        # Where a capture cannot begin or end, torch leaves ``stream`` the current one, and what follows in this cycle
+        # would be launched there, in no order with the next cycle's.
+        torch.cuda.set_stream(current)
     return graph
