@@ -256,7 +256,7 @@ def _batches(served: Served, work: Work, speculates: bool, turns: Turns) -> list
                     served.ask("pin", accept_length=length, token_mode=TOKEN_MODE)
                 # The same prefill, as near in time as can be: what it takes comes and goes with the host.
                 first = round(served.generate(size, 1)[0], 5)
-                # Warm-up is as long: some kernels are compiled at lengths that a few tokens do not reach, 75 ms each.
+                # Warm-up is as long, so that nothing is compiled, captured or compared first in what counts.
                 seconds, passes = served.generate(size, work.tokens)
                 if repeat:
                     row = batches.setdefault((size, length), {"first_seconds": [], "seconds": [], "passes": []})
