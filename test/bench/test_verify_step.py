@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from sglang_patches.bench import findings
 from sglang_patches.bench.verify_step import arguments, floor, journal, plot, reading, render, rows
 from sglang_patches.errors import PatchError
 
@@ -108,6 +109,38 @@ def test_rows_have_medians_floors_and_decode_steps() -> None:
         "At batch 2 and 100 tokens of context an EAGLE-3 cycle of 4 tokens takes 2.50 ms from CUDA graphs, "
         "0.4 times what its bytes need (6.59 ms); that is 2.50 decode steps."
     )
+
+
+def test_a_slow_host_is_told_beside_the_cycles_that_it_slowed(tmp_path: Path) -> None:
+    """Middles of 1.0 and 2.0 ms by row; one round of the second took 3.0. Records of before have none."""
+    plain, chain = records(0, "a", [1.0]), records(4, "b", [2.0])
+    plain[2]["host_ms"] = plain[3]["host_ms"] = [0.9, 1.0, 1.1]
+    chain[2]["host_ms"], chain[3]["host_ms"] = [0.9, 1.0, 1.0], [3.0, 3.0, 3.5]
+    made = rows.rows({0: plain, 4: chain})
+    assert [(row["host_ms"], row["host_most_ms"]) for row in made] == [
+        (1.0, 1.0), (None, None), (2.0, 3.0), (None, None),
+    ]  # fmt: skip
+    assert [rows.flat(row)["host_ms"] for row in made] == [1.0, None, 2.0, None]
+    assert [line.split(" | ")[-1] for line in render.table(made).splitlines()] == [
+        "host |", "--- |", "1.00x |", "- |", "2.00x |", "- |"
+    ]  # fmt: skip
+    assert "1.00 ms in the quickest cell and 3.00, 3.0 times as long, in a round of batch 2, context 100, 4 draft" in (
+        rows.unsteady(made)
+    )
+    write(tmp_path, [*plain, *chain])
+    result = render.write(tmp_path)
+    text = (tmp_path / "README.md").read_text()
+    assert rows.unsteady(made) in text
+    assert "`host` is a fixed loop" in text
+    (found, *_) = findings.tables(result)
+    assert (found.columns[-1], [row[-1].text for row in found.rows]) == ("host loop", ["1.000", "-", "2.000", "-"])
+
+    steady = rows.rows({0: plain, 4: [record for record in chain if record.get("round") != 2]})
+    assert rows.unsteady(steady) == rows.unsteady(rows.rows({4: records(4, "b", [2.0])})) == ""
+    write(tmp_path / "before", records(4, "b", [2.0]))
+    before = render.write(tmp_path / "before")
+    assert "host loop" not in findings.tables(before)[0].columns
+    assert "fixed loop" not in (tmp_path / "before/README.md").read_text()
 
 
 def test_a_path_that_was_not_taken_throughout_is_told() -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from sglang_patches.bench.verify_step import kernels, probe
+from sglang_patches.bench.verify_step import host, kernels, probe
 
 BUSY = SimpleNamespace(is_idle=lambda: False)
 
@@ -66,6 +67,32 @@ def test_without_speculation_a_cycle_is_decode_and_sampling(clock: list[float]) 
     assert taken["decode"] == pytest.approx([2.0, 2.0])
     assert taken["sampling"] == pytest.approx([0.1, 0.1])
     assert taken["cycle"] == pytest.approx([2.6, 2.6])
+
+
+def test_the_host_is_timed_before_the_cycles_and_after(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    told = iter([[1.0, 1.1], [1.5], [2.0], [2.5]])
+    monkeypatch.setattr(host, "loops", lambda: next(told))
+    recorder = probe.Probe()
+    recorder.begin(eager=False)
+    assert recorder.take(1)["host_ms"] == [1.0, 1.1, 1.5]
+    recorder.begin(eager=False)
+    assert recorder.take(1)["host_ms"] == [2.0, 2.5]
+
+
+def test_the_host_s_loop_takes_longer_where_the_interpreter_does() -> None:
+    """A trace function is a slow interpreter: each line of the loop calls it."""
+
+    def trace(frame: Any, event: str, argument: Any) -> Any:
+        return trace
+
+    quick, before = host.loops(), sys.gettrace()
+    sys.settrace(trace)
+    try:
+        slow = host.loops()
+    finally:
+        sys.settrace(before)
+    assert len(quick) == len(slow) == 5
+    assert min(slow) > 2 * min(quick) > 0
 
 
 def test_cycles_beside_a_prefill_or_of_another_batch_size_are_no_samples(clock: list[float]) -> None:

@@ -140,6 +140,9 @@ def _verify_step(result: Result, rest: _Rest) -> list[Table]:
     phases = [name for name in PHASES if any(name in row for row in rows)]
     columns = ["draft tokens", "context", "batch", "path", *map(words, phases), "p10-p90", "floor", "decode steps"]
     columns += ["experts", "GPU busy", "graph share", "cycles"]
+    # Results of earlier releases have no host's loop.
+    timed = any(row.get("host_ms") for row in rows)
+    columns += ["host loop"] if timed else []
     shown = []
     for row in rows:
         cells = [said("", row["draft_tokens"] or "none"), *(said("", row[name]) for name in ("context", "batch_size"))]
@@ -147,10 +150,12 @@ def _verify_step(result: Result, rest: _Rest) -> list[Table]:
         cells += [_phase(row, name) for name in phases]
         cells.append(Cell(f"{number(row['p10'])}-{number(row['p90'])}" if "p10" in row else "-", number=True))
         cells += [said("", row.get(name)) for name in ("cycle_floor", "decode_steps", "experts_per_layer", "busy_ms")]
-        shown.append([*cells, said("", row.get("graph_share")), said("", row.get("cycles"))])
+        cells += [said("", row.get("graph_share")), said("", row.get("cycles"))]
+        shown.append([*cells, said("", row.get("host_ms"))] if timed else cells)
     note = (
         "medians in ms, in brackets how many times the floor; decode steps: the cycle over one step without "
         "speculation; experts: different ones a layer reads; GPU busy: ms in which the device did anything (profiler)"
+        + ("; host loop: ms of a fixed loop of Python beside the cycles" if timed else "")
     )
     found = [Table("a cycle, in ms", columns, shown, note)]
     for name, title in (("kernels", "kernels of most time, of the cells that were profiled"), ("engines", "engines")):

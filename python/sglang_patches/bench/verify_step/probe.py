@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from sglang_patches.bench import routers, values
-from sglang_patches.bench.verify_step import kernels, reading
+from sglang_patches.bench.verify_step import host, kernels, reading
 
 #: Parts of a cycle in their order, with speculation and without; the last part of a cycle is its host gap.
 SPECULATIVE = ("draft_decode", "verify", "sampling", "draft_extend")
@@ -87,6 +87,7 @@ class Probe:
         self._sampling: Any = None
         self._graphs: dict[str, list[int]] = {}
         self._inside = 0  # batch size of the part that runs
+        self._host: list[float] = []
 
     def begin(self, eager: bool) -> None:
         """Forget what was recorded and record from here on, with graphs or without."""
@@ -94,6 +95,7 @@ class Probe:
         _events.reuse()
         self._marks = []
         self._graphs = {}
+        self._host = host.loops()
         self.eager = eager
         self.on = True
 
@@ -145,8 +147,9 @@ class Probe:
     def take(self, batch_size: int) -> dict[str, Any]:
         """Whole cycles of this batch size since `begin`, those next to a prefill or another batch size left out.
 
-        Returns: ``ms`` (milliseconds by part, host gap and cycle, an entry a cycle) and ``graphs`` (by graph runner,
-        how often it said in any part that it has a graph, and how often it was asked).
+        Returns: ``ms`` (milliseconds by part, host gap and cycle, an entry a cycle), ``graphs`` (by graph runner,
+        how often it said in any part that it has a graph, and how often it was asked) and ``host_ms`` (`host.loops`
+        right before the cycles and right after).
         """
         _synchronize()
         self.on = False
@@ -168,7 +171,7 @@ class Probe:
             cycle = _milliseconds(window[0][2], window[-1][2])
             for name, value in (*parts.items(), ("host_gap", cycle - sum(parts.values())), ("cycle", cycle)):
                 columns[name].append(round(value, 4))
-        return {"ms": columns, "graphs": self._graphs}
+        return {"ms": columns, "graphs": self._graphs, "host_ms": self._host + host.loops()}
 
 
 probe = Probe()

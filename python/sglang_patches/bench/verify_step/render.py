@@ -100,10 +100,15 @@ def _head(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def table(made: Sequence[Mapping[str, Any]]) -> str:
-    """The rows as Markdown: milliseconds, in brackets how many times the part's floor."""
+    """The rows as Markdown: milliseconds, in brackets how many times the part's floor.
+
+    ``host`` is told as times the quickest row's, and only where it was measured.
+    """
     present = [name for name in rows.PARTS if any(name in row["parts"] for row in made)]
     head = ["tokens", "context", "batch", "path", *(name.replace("_", " ") for name in present)]
     head += ["p10-p90", "floor", "decode steps", "experts", "GPU busy", "cycles"]
+    hosts = [row["host_ms"] for row in made if row["host_ms"]]
+    head += ["host"] if hosts else []
     lines = [_line(head), _line(["---"] * len(head))]
     for row in made:
         parts, cycle = row["parts"], row["parts"]["cycle"]
@@ -111,7 +116,10 @@ def table(made: Sequence[Mapping[str, Any]]) -> str:
         cells += [_part(parts.get(name)) for name in present]
         cells += [f"{cycle['p10']:.2f}-{cycle['p90']:.2f}", _number(cycle.get("floor_ms"))]
         cells += [_number(row["decode_steps"]), _number(row["experts_per_layer"], 0), _number(row["busy_ms"])]
-        lines.append(_line([*cells, str(row["cycles"])]))
+        cells += [str(row["cycles"])]
+        if hosts:
+            cells += [f"{row['host_ms'] / min(hosts):.2f}x" if row["host_ms"] else "-"]
+        lines.append(_line(cells))
     return "\n".join(lines)
 
 
@@ -153,7 +161,11 @@ def readme(
         lines += [f"**Not complete:** {', '.join(unfinished)}. The same command continues.", ""]
     if plotted:
         lines += [f"![cycles by part]({folders.PLOT})", ""]
-    lines += [table(made), "", _HOW_TO_READ, ""]
+    unsteady = rows.unsteady(made)
+    lines += [table(made), "", *([unsteady, ""] if unsteady else []), _HOW_TO_READ]
+    if any(row["host_ms"] for row in made):
+        lines += [_HOST]
+    lines += ["Raw samples are in samples.jsonl; spreads and bytes by part in cells.json. Again:", ""]
     lines += [f"    {shlex.join(words)}" for words in commands]
     lines += ["", "## Made with", ""]
     document = result.document
@@ -185,8 +197,10 @@ those routed to, the KV cache once per request) over the bandwidth of a copy on 
 target's forward, `sampling` what follows it until accepted tokens are committed, `host gap` the rest of a cycle. A part
 includes the device's waits for the host within it. `decode steps` is the cycle over one step without speculation in the
 same cell, `experts` the mean number of different experts a layer reads in the target's forward, `GPU busy` the
-profiler's time in which the device did anything. Raw samples are in samples.jsonl; spreads and bytes by part in
-cells.json. Again:"""
+profiler's time in which the device did anything."""
+
+_HOST = """\
+`host` is a fixed loop of Python in the scheduler right before and after the cycles, as times the quickest row's."""
 
 
 def _kernels(profile: Mapping[str, Any]) -> list[str]:

@@ -11,6 +11,8 @@ from sglang_patches.bench.verify_step import floor
 
 #: Parts in the order of a table; `probe` says what each covers.
 PARTS = ("draft_decode", "verify", "decode", "sampling", "draft_extend", "host_gap", "cycle")
+#: So many times as long as in the quickest cell: the host was not steady.
+UNSTEADY = 1.2
 
 
 def rows(engines: Mapping[int, Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -24,8 +26,9 @@ def rows(engines: Mapping[int, Sequence[dict[str, Any]]]) -> list[dict[str, Any]
         ``parts`` (by name: ``ms``, ``p10``, ``p90``; ``floor_ms`` and ``times_floor`` where a floor is known),
         ``bytes`` (by part and what is read; None where not known), ``experts_per_layer`` (mean number of different
         experts in the target's forward), ``contexts`` (cached tokens really seen), ``prefilled`` (most prompt tokens
-        computed anew), ``busy_ms`` and ``operations`` (device, per cycle, where profiled), and ``decode_steps`` (the
-        cycle over that of plain decode in the same cell, where measured).
+        computed anew), ``busy_ms`` and ``operations`` (device, per cycle, where profiled), ``host_ms`` and
+        ``host_most_ms`` (`host.loops`: the middle of all, and the slowest round's; None where no record tells it), and
+        ``decode_steps`` (the cycle over that of plain decode in the same cell, where measured).
     """
     made = [row for tokens, records in engines.items() for row in _engine_rows(tokens, records)]
     plain = {_cell(row): row["parts"]["cycle"]["ms"] for row in made if not row["draft_tokens"]}
@@ -55,6 +58,7 @@ def _engine_rows(tokens: int, records: Sequence[dict[str, Any]]) -> list[dict[st
         counted = routing.get((context, size))
         sizes = _bytes(facts, counted, size, context, tokens)
         profile = profiled.get(cell, {})
+        host, host_most = _host(of)
         made.append(
             {
                 "draft_tokens": tokens,
@@ -70,6 +74,8 @@ def _engine_rows(tokens: int, records: Sequence[dict[str, Any]]) -> list[dict[st
                 "prefilled": max(r["prefilled"] for r in of),
                 "busy_ms": profile.get("busy"),
                 "operations": profile.get("operations"),
+                "host_ms": host,
+                "host_most_ms": host_most,
             }
         )
     return made
@@ -80,6 +86,16 @@ def _graph_share(of: Sequence[Mapping[str, Any]]) -> float | None:
     # Records of the first release do not tell the shares.
     shares = [yes / asked for record in of for yes, asked in record.get("graphs", {}).values()]
     return round(min(shares), 3) if shares else None
+
+
+def _host(of: Sequence[Mapping[str, Any]]) -> tuple[float | None, float | None]:
+    """Milliseconds of the host's loop: the middle of all rounds, and of the slowest one."""
+    # Records of earlier releases do not tell it.
+    rounds = [record["host_ms"] for record in of if record.get("host_ms")]
+    if not rounds:
+        return None, None
+    middle = float(np.median(np.concatenate(rounds)))
+    return round(middle, 4), round(max(float(np.median(one)) for one in rounds), 4)
 
 
 def _bytes(
@@ -129,7 +145,7 @@ def flat(row: Mapping[str, Any]) -> dict[str, Any]:
     told["times_floor"] = cycle.get("times_floor")
     return told | {
         name: row[name]
-        for name in ("decode_steps", "experts_per_layer", "busy_ms", "operations", "cycles", "graph_share")
+        for name in ("decode_steps", "experts_per_layer", "busy_ms", "operations", "cycles", "graph_share", "host_ms")
     }
 
 
@@ -143,6 +159,25 @@ def kernels(engines: Mapping[int, Sequence[dict[str, Any]]]) -> list[dict[str, A
         for record in records
         if record["record"] == "kernels"
     ]
+
+
+def unsteady(made: Sequence[Mapping[str, Any]]) -> str:
+    """That the host was slower in one round than in another, in words; nothing where it was not, or is not known."""
+    told = [row for row in made if row["host_ms"]]
+    if not told:
+        return ""
+    least = min(row["host_ms"] for row in told)
+    slow = max(told, key=lambda row: row["host_most_ms"])
+    times = slow["host_most_ms"] / least
+    if times < UNSTEADY:
+        return ""
+    what = f"{slow['draft_tokens']} draft tokens" if slow["draft_tokens"] else "no speculation"
+    return (
+        f"**The host was not steady:** a fixed loop of Python took {least:.2f} ms in the quickest cell and "
+        f"{slow['host_most_ms']:.2f}, {times:.1f} times as long, in a round of batch {slow['batch_size']}, context "
+        f"{slow['context']}, {what}. Where a cycle waits for the host it is longer by as much: compare cells whose "
+        "`host` is alike, or measure again."
+    )
 
 
 def headline(made: Sequence[Mapping[str, Any]]) -> str:
