@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from benchmark.spec_plan.engine import AFTER_FIRST, BASELINE, WHOLE, decoding, order, split
-from benchmark.spec_plan.tables import lines
+from benchmark.spec_plan.tables import BY_HOST, lines
 from sglang_patches.bench import statistics
 
 Engine = dict[str, Any]
@@ -63,7 +63,7 @@ def headline(rows: list[dict[str, Any]], over: str = BASELINE) -> str:
     return "; ".join(said)
 
 
-def speeds(engines: list[Engine], tokens: int, over: str = BASELINE) -> list[dict[str, Any]]:
+def speeds(engines: list[Engine], tokens: int, over: str = BASELINE, *, by_host: bool = False) -> list[dict[str, Any]]:
     """A row for each batch size and pinned accept length: tokens per second by arm, and their ratio to `over`.
 
     Args:
@@ -71,20 +71,26 @@ def speeds(engines: list[Engine], tokens: int, over: str = BASELINE) -> list[dic
         tokens: of each answer. Rates are of all but the first, which the prefill gives, in what an answer took more
             than one of a single token did; where none of these was timed (see `timed`), of all in all its time.
         over: the arm that others are compared to.
+        by_host: tokens in the time of the answer of one token right before, and not per second. That is an eager
+            prefill, which takes what the host takes at that moment. So where the host is the slower one a slow minute
+            is in both and leaves the ratio; what an arm spares a prefill leaves it, too.
 
     Returns: rows with ``batch_size``, ``accept_length`` (None where no arm speculates), ``<arm>`` (tokens per second,
         median of all repeats) and ``<arm>_over_<over>``, a `statistics.Comparison` of rounds that have both arms: the
         geometric mean of their ratios, its interval and a verdict. Each interval is meant by itself: of 20 rows that
         say 95 % one is expected to be wrong.
 
-    Raises ValueError where answers of one token took as long as the whole ones, and as `timed` does.
+    Raises ValueError where answers of one token took as long as the whole ones, or `by_host` and there are none, and
+    as `timed` does.
     """
     counted = tokens - 1 if timed(engines) == AFTER_FIRST else tokens
+    if by_host and counted == tokens:
+        raise ValueError("no `first_seconds`, which tell how fast the host was: measure again")
     lengths = sorted({row["accept_length"] for one in engines for row in one["batches"]} - {None}) or [None]
     rows = []
     for size in dict.fromkeys(row["batch_size"] for one in engines for row in one["batches"]):
         for length in lengths:
-            taken = _seconds(engines, size, length)
+            taken = _seconds(engines, size, length, by_host)
             row: dict[str, Any] = {"batch_size": size, "accept_length": length}
             for arm, rounds in taken.items():
                 row[arm] = size * counted / float(np.median(np.concatenate(list(rounds.values()))))
@@ -101,8 +107,10 @@ def speeds(engines: list[Engine], tokens: int, over: str = BASELINE) -> list[dic
     return rows
 
 
-def _seconds(engines: list[Engine], size: int, length: float | None) -> dict[str, dict[int, list[float]]]:
-    """Seconds of a batch less its first tokens', by arm and round.
+def _seconds(
+    engines: list[Engine], size: int, length: float | None, by_host: bool
+) -> dict[str, dict[int, list[float]]]:
+    """Seconds of a batch less its first tokens', by arm and round; `by_host`: as times those.
 
     An arm that does not speculate has the same at every accept length.
     """
@@ -110,7 +118,10 @@ def _seconds(engines: list[Engine], size: int, length: float | None) -> dict[str
     for one in engines:
         for row in one["batches"]:
             if row["batch_size"] == size and row["accept_length"] in (None, length):
-                taken.setdefault(one["arm"], {}).setdefault(one["round"], []).extend(_decoding(row))
+                seconds = _decoding(row)
+                if by_host:
+                    seconds = [after / first for after, first in zip(seconds, row["first_seconds"], strict=True)]
+                taken.setdefault(one["arm"], {}).setdefault(one["round"], []).extend(seconds)
     return taken
 
 
@@ -285,13 +296,21 @@ def main() -> int:
     """
     parser = argparse.ArgumentParser(description="Tables of what benchmark.spec_plan.run wrote, in Markdown.")
     parser.add_argument("file", type=Path, nargs="+", help="several: how often answers of all their engines part")
-    files = parser.parse_args().file
+    what = "rates in the time of each answer's own one-token answer: for a host that is the slower one, and not steady"
+    parser.add_argument("--by-host", action="store_true", help=what)
+    given = parser.parse_args()
+    files = given.file
+    if given.by_host and len(files) > 1:
+        parser.error(f"--by-host: of one file, not of {len(files)}")
     try:
         results = [_read(file) for file in files]
         engines = together(results)
         if len(results) == 1:
             over = results[0].get("over", BASELINE)
-            told = {"over": over, **of(results[0]["engines"], results[0]["work"]["tokens"], over)}
+            tokens = results[0]["work"]["tokens"]
+            told = {"over": over, **of(engines, tokens, over)}
+            if given.by_host:
+                told |= {"unit": BY_HOST, "summary": speeds(engines, tokens, over, by_host=True), "break_even": []}
         else:
             told = {"summary": [], "break_even": [], "answers": sameness(engines), "partings": partings(engines)}
     except ValueError as error:

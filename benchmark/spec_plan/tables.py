@@ -6,12 +6,18 @@ from typing import Any
 
 from benchmark.spec_plan.engine import BASELINE, WHOLE, order
 
+PER_SECOND = "per second"
+#: What `summary.speeds` gives `by_host`.
+BY_HOST = "per prefill"
+_SHORT = {PER_SECOND: "tok/s", BY_HOST: "tok/prefill"}
+
 
 def lines(result: dict[str, Any], *, differences: bool = True) -> list[str]:
     """Lines of Markdown of what `summary.of` returns; `differences`: each first difference of two answers, too."""
-    speeds = _speed_lines(result["summary"], result["break_even"], result.get("over", BASELINE))
+    unit = result.get("unit", PER_SECOND)
+    speeds = _speed_lines(result["summary"], result["break_even"], result.get("over", BASELINE), _SHORT[unit])
     # Results of before answers of one token were timed do not say.
-    parts = [[f"Tokens per second of {result.get('timed', WHOLE)}:"]] if speeds else []
+    parts = [[f"Tokens {unit} of {result.get('timed', WHOLE)}:"]] if speeds else []
     parts += [speeds]
     parts += [_answer_lines(result["answers"])]
     parts += [_difference_lines(result["answers"])] if differences else []
@@ -22,12 +28,12 @@ def lines(result: dict[str, Any], *, differences: bool = True) -> list[str]:
     return found
 
 
-def _speed_lines(rows: list[dict[str, Any]], even: list[dict[str, Any]], over: str) -> list[str]:
+def _speed_lines(rows: list[dict[str, Any]], even: list[dict[str, Any]], over: str, unit: str) -> list[str]:
     arms = order(name for row in rows for name in row)
     gains = [arm for arm in arms if any(f"{arm}_over_{over}" in row for row in rows)]
     if not arms:
         return []
-    heads = [*(f"{arm}, tok/s" for arm in arms), *(f"{arm} / {over} (interval, rounds)" for arm in gains)]
+    heads = [*(f"{arm}, {unit}" for arm in arms), *(f"{arm} / {over} (interval, rounds)" for arm in gains)]
     told = [arm for arm in gains if any(arm in row for row in even)]
     found = _head(["batch", "accept length", *heads, *(f"{arm} breaks even" for arm in told)])
     for row in rows:

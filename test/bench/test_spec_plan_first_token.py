@@ -84,6 +84,46 @@ def test_a_rate_is_of_what_follows_the_first_token() -> None:
         summary.of(engines, TOKENS)
 
 
+def test_by_host_a_slow_minute_is_in_both_and_leaves_the_ratio(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`fixed` takes half the time; its second engine and one answer of `none` met a host of half the speed."""
+
+    def engine_of(arm: str, number: int, decode_s: float, slow: list[int]) -> dict[str, Any]:
+        times = [{"first_seconds": 0.1 * by, "seconds": (0.1 + decode_s) * by} for by in slow]
+        batch = {name: [one[name] for one in times] for name in ("first_seconds", "seconds")}
+        row = {"batch_size": 4, "accept_length": 2.5 if arm == "fixed" else None, "passes": [TOKENS] * 3, **batch}
+        return {"arm": arm, "round": number, "batches": [row], "answers": []}
+
+    engines = [
+        engine_of("none", 0, 1.0, [1, 2, 1]), engine_of("fixed", 0, 0.5, [1, 1, 1]),
+        engine_of("none", 1, 1.0, [1, 1, 1]), engine_of("fixed", 1, 0.5, [2, 2, 2]),
+    ]  # fmt: skip
+    (plain,) = summary.speeds(engines, TOKENS)
+    assert plain["fixed_over_none"]["verdict"] == "AMBIGUOUS"
+    (row,) = summary.speeds(engines, TOKENS, by_host=True)
+    # 40 tokens in ten prefills, and in five.
+    assert (row["none"], row["fixed"]) == (pytest.approx(4), pytest.approx(8))
+    assert (row["fixed_over_none"]["ratio"], row["fixed_over_none"]["verdict"]) == (pytest.approx(2), "FASTER")
+    whole = {name: value for name, value in engines[0]["batches"][0].items() if name != "first_seconds"}
+    with pytest.raises(ValueError, match="no `first_seconds`"):
+        summary.speeds([{**engines[0], "batches": [whole]}], TOKENS, by_host=True)
+
+    file = tmp_path / "tokens.json"
+    work = {"layers": 1, "weights": "int4", "pair": None, "context": 8, "tokens": TOKENS}
+    file.write_text(json.dumps({"work": work, "engines": engines}))
+    monkeypatch.setattr(sys, "argv", ["summary.py", "--by-host", str(file)])
+    assert summary.main() == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[0] == "Tokens per prefill of what follows the first token:"
+    assert told[2].startswith("| batch | accept length | none, tok/prefill | fixed, tok/prefill | fixed / none")
+    assert told[4].startswith("| 4 | 2.5 | 4 | 8 | 2.000 (2.000 to 2.000, 2) FASTER |")
+    monkeypatch.setattr(sys, "argv", ["summary.py", "--by-host", str(file), str(file)])
+    with pytest.raises(SystemExit):
+        summary.main()
+    assert "--by-host: of one file, not of 2" in capsys.readouterr().err
+
+
 def test_each_repeat_has_its_own_first_token() -> None:
     """The median of the differences, not the difference of the medians: that would be 1.3 s less 0.3 s."""
     row = {"batch_size": 1, "accept_length": None, "first_seconds": [0.1, 0.9, 0.3], "seconds": [1.0, 1.3, 2.3]}
