@@ -259,5 +259,25 @@ def unreachable_for(copies: Mapping[str, Path], environ: Mapping[str, str]) -> s
     return why
 
 
+def settled(copies: Mapping[str, Path], environ: Mapping[str, str]) -> tuple[dict[str, str], str]:
+    """The environment of a server whose models are in the hub's cache: where the hub cannot be reached it is not asked.
+
+    Upstream asks it for files that are here, too, and tries for minutes each.
+
+    Args:
+        copies, environ: as in `unreachable_for`.
+
+    Returns: the environment, and what was settled in words; empty where nothing was.
+
+    Raises:
+        PatchError: as `unreachable_for`.
+    """
+    why = unreachable_for(copies, environ)
+    if not why:
+        return dict(environ), ""
+    told = f"{why}: {', '.join(copies)} from its cache on this machine ({OFFLINE}=1; with =0 the server asks anyway)"
+    return {**environ, OFFLINE: "1"}, told
+
+
 def _from_modelscope(environ: Mapping[str, str]) -> bool:
     return environ.get(_MODELSCOPE, "").upper() in _TRUE_UPSTREAM

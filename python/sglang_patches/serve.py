@@ -174,18 +174,15 @@ def plan(
 def settle_hub(launch: Launch) -> None:
     """Where the hub cannot be reached, serve what its cache has without asking it.
 
-    Upstream asks it for files that are here, too, and tries for minutes each.
-
     Raises PatchError where a model, or a part of one, is to come from it.
     """
     named_model.refuse_unreachable(launch.absent, launch.env)
-    why = named_model.unreachable_for(launch.cached, launch.env) if not launch.absent else ""
-    if why:
-        launch.env[named_model.OFFLINE] = "1"
-        names = ", ".join(launch.cached)
-        launch.notes.append(
-            f"{why}: {names} from its cache on this machine ({named_model.OFFLINE}=1; with =0 the server asks anyway)"
-        )
+    if launch.absent:
+        return
+    environ, told = named_model.settled(launch.cached, launch.env)
+    launch.env.update(environ)
+    if told:
+        launch.notes.append(told)
 
 
 def _cpu_eagle3_is_on(environ: Mapping[str, str]) -> bool:

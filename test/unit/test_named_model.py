@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -196,6 +197,42 @@ def test_a_cached_model_is_served_without_a_hub_that_cannot_be_reached(
     assert "HF_HUB_OFFLINE" not in started[-1]
     done = CliRunner().invoke(app, [*line, "--dry-run"])
     assert len(started) == 6, "a dry run starts nothing"
+
+
+def test_bench_s_servers_do_not_ask_an_unreachable_hub_for_what_its_cache_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each turn is a server, so a run would wait for as many minutes as turns."""
+    keep(tmp_path, "own/m", "config.json", "model.safetensors")
+    keep(tmp_path, "own/d", "config.json", "model.safetensors")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+
+    def setup(model: str, draft: str) -> Any:
+        return options.setup(
+            "x", model=model, draft=draft, tp=1, server_args=None, prompts=1, prompt_tokens=4, vocabulary=256,
+            workload_file=None, output_tokens=8, concurrency=1, warm_up=0, seed=0, ready_timeout=1, turn_timeout=1,
+        )  # fmt: skip
+
+    made = setup("own/m", "own/d")
+    told = "the hub cannot be reached: No route to host: --model own/m, --draft own/d from its cache on this machine"
+    assert (capsys.readouterr().err.partition(" (HF_HUB_OFFLINE=1; with =0")[0], len(asked)) == (told, 1)
+    assert made.environ == {**os.environ, "HF_HUB_OFFLINE": "1"}
+    assert "HF_HUB_OFFLINE" not in os.environ
+    # Nothing of the hub's, nobody is asked; one that answers is left to the server, and so is who forbade asking.
+    here = str(Path(__file__).parents[1] / "models/tiny-kimi")
+    assert (setup(here, "").environ, len(asked)) == (dict(os.environ), 1)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    assert (setup("own/m", "").environ["HF_HUB_OFFLINE"], len(asked)) == ("0", 1)
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setattr(hub, "unreachable", lambda _environ: "")
+    assert "HF_HUB_OFFLINE" not in setup("own/m", "own/d").environ
+    assert capsys.readouterr().err == ""
+    # Part of a model is refused, as by serve.
+    monkeypatch.setattr(hub, "unreachable", lambda _environ: "no route")
+    keep(tmp_path, "own/part", "config.json")
+    with pytest.raises(PatchError, match=r"^--draft own/part: its copy in the hub's cache, .*lacks weight files; no r"):
+        setup("own/m", "own/part")
 
 
 @pytest.mark.parametrize(

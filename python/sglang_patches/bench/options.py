@@ -104,7 +104,7 @@ def setup(
         OSError: the workload file cannot be read.
     """
     of_target, of_draft = named_model.revisions(server_args or ())
-    checkpoint("--model", model, of_target)
+    served = {f"--model {model}": checkpoint("--model", model, of_target)}
     for word in server_args or ():
         if word.partition("=")[0] in ("--port", "--host"):
             raise PatchError(
@@ -116,7 +116,10 @@ def setup(
         model, file=workload_file, prompts=prompts, prompt_tokens=prompt_tokens, vocabulary=vocabulary, seed=seed
     )
     if draft:
-        checkpoint("--draft", draft, of_draft)
+        served[f"--draft {draft}"] = checkpoint("--draft", draft, of_draft)
+    environ, told = named_model.settled({name: place for name, place in served.items() if place}, os.environ)
+    if told:
+        typer.echo(told, err=True)
     return Setup(
         model=model,
         draft=draft,
@@ -128,11 +131,14 @@ def setup(
         folder=folder(out),
         ready_timeout=ready_timeout,
         turn_timeout=turn_timeout,
+        environ=environ,
     )
 
 
-def checkpoint(option: str, model: str, revision: str | None) -> None:
+def checkpoint(option: str, model: str, revision: str | None) -> Path | None:
     """Refuse a model that no server can load now, rather than when one cannot start from it.
+
+    Returns: its folder in the hub's cache, where it is one of the hub that is there.
 
     Raises:
         PatchError: as `named_model.servable`.
@@ -142,8 +148,9 @@ def checkpoint(option: str, model: str, revision: str | None) -> None:
             f"{option} {model}: there is no such folder\n"
             f"  remedy     run this in the repository, which has the bundled models, or name another: {option}"
         )
-    missing = named_model.servable(option, model, revision=revision)
-    named_model.refuse_unreachable({f"{option} {model}": missing} if missing else {})
+    missing = named_model.servable(option, model, os.environ, revision)
+    named_model.refuse_unreachable({f"{option} {model}": missing} if missing else {}, os.environ)
+    return named_model.cached(model, os.environ, revision)
 
 
 def folder(out: str) -> Path:
