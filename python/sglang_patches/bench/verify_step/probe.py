@@ -87,7 +87,7 @@ class Probe:
         self._sampling: Any = None
         self._graphs: dict[str, list[int]] = {}
         self._inside = 0  # batch size of the part that runs
-        self._host: list[float] = []
+        self._host = 0.0
 
     def begin(self, eager: bool) -> None:
         """Forget what was recorded and record from here on, with graphs or without."""
@@ -95,7 +95,7 @@ class Probe:
         _events.reuse()
         self._marks = []
         self._graphs = {}
-        self._host = host.loops()
+        self._host = host.loop()
         self.eager = eager
         self.on = True
 
@@ -148,7 +148,7 @@ class Probe:
         """Whole cycles of this batch size since `begin`, those next to a prefill or another batch size left out.
 
         Returns: ``ms`` (milliseconds by part, host gap and cycle, an entry a cycle), ``graphs`` (by graph runner,
-        how often it said in any part that it has a graph, and how often it was asked) and ``host_ms`` (`host.loops`
+        how often it said in any part that it has a graph, and how often it was asked) and ``host_ms`` (`host.loop`
         right before the cycles and right after).
         """
         _synchronize()
@@ -171,7 +171,7 @@ class Probe:
             cycle = _milliseconds(window[0][2], window[-1][2])
             for name, value in (*parts.items(), ("host_gap", cycle - sum(parts.values())), ("cycle", cycle)):
                 columns[name].append(round(value, 4))
-        return {"ms": columns, "graphs": self._graphs, "host_ms": self._host + host.loops()}
+        return {"ms": columns, "graphs": self._graphs, "host_ms": [self._host, host.loop()]}
 
 
 probe = Probe()

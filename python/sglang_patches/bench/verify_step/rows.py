@@ -27,7 +27,7 @@ def rows(engines: Mapping[int, Sequence[dict[str, Any]]]) -> list[dict[str, Any]
         ``bytes`` (by part and what is read; None where not known), ``experts_per_layer`` (mean number of different
         experts in the target's forward), ``contexts`` (cached tokens really seen), ``prefilled`` (most prompt tokens
         computed anew), ``busy_ms`` and ``operations`` (device, per cycle, where profiled), ``host_ms`` and
-        ``host_most_ms`` (`host.loops`: the middle of all, and the slowest round's; None where no record tells it), and
+        ``host_most_ms`` (`host.loop`: the middle of all rounds, and the slowest one; None where no record tells), and
         ``decode_steps`` (the cycle over that of plain decode in the same cell, where measured).
     """
     made = [row for tokens, records in engines.items() for row in _engine_rows(tokens, records)]
@@ -91,11 +91,8 @@ def _graph_share(of: Sequence[Mapping[str, Any]]) -> float | None:
 def _host(of: Sequence[Mapping[str, Any]]) -> tuple[float | None, float | None]:
     """Milliseconds of the host's loop: the middle of all rounds, and of the slowest one."""
     # Records of earlier releases do not tell it.
-    rounds = [record["host_ms"] for record in of if record.get("host_ms")]
-    if not rounds:
-        return None, None
-    middle = float(np.median(np.concatenate(rounds)))
-    return round(middle, 4), round(max(float(np.median(one)) for one in rounds), 4)
+    rounds = [float(np.mean(record["host_ms"])) for record in of if record.get("host_ms")]
+    return (round(float(np.median(rounds)), 3), round(max(rounds), 3)) if rounds else (None, None)
 
 
 def _bytes(
